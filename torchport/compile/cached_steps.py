@@ -135,7 +135,6 @@ class StepCached:
         return self.compiled.place(**inputs)
 
     def __call__(self, **inputs: Any) -> Any:
-        """Returns the network's output, computed in full or with the blocks of earlier steps."""
         shapes = {path: tuple(leaf.shape) for path, leaf in leaves(inputs).items() if isinstance(leaf, TENSORS)}
         if self.calls == len(self.slots):
             self.slots.append(self._slot(inputs, shapes))
@@ -233,7 +232,6 @@ def _extrapolated(differences: list[Any], distance: Any) -> Any:
     factors = [distance**order / math.factorial(order) for order in range(len(differences))]
 
     def total(*terms: Any) -> Any:
-        """Returns the series of one array, summed in float32, in the dtype of its first term."""
         wide = sum(factor * term.astype(jnp.float32) for factor, term in zip(factors, terms, strict=True))
         return jnp.asarray(wide).astype(terms[0].dtype)
 

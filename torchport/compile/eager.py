@@ -16,7 +16,6 @@ class FirstNotFinite:
     """Finds the first module of a network that returns NaN or infinity, by a forward hook on each module."""
 
     def __init__(self, module: torch.nn.Module, name: str) -> None:
-        """Adds the hooks to all modules of the network `name`."""
         #: The first module whose output has NaN or infinity, as a sentence; empty as long as there is none.
         self.text = ""
         self.name = name
@@ -73,6 +72,5 @@ class Eager:
         return inputs
 
     def __call__(self, **inputs: Any) -> Any:
-        """Returns the module's first output, or all of them if they have names."""
         with torch.no_grad():
             return stage_outputs(self.how(self.module, **inputs), self.outputs, self.name)

@@ -183,7 +183,6 @@ def running_frames(owners: Owners) -> list[Frame]:
 
 
 def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:
-    """Returns a frame of Python as a `Frame`, with its owner and its statement."""
     code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
     if counted.CALLS in code.co_freevars:  # a patch's wrapper, which counts calls, has upstream's names
         module = counted.__name__
@@ -295,7 +294,6 @@ def _rewrite(failure: Failure, why: str, deed: str, cure: str) -> Cure:
 
 
 def _operator(failure: Failure) -> Cure:
-    """Returns fact, remedy and patch entry for a call of an operator that computes something else than in PyTorch."""
     difference = engine.difference(failure.error)
     assert difference is not None
     fact, cure = difference
@@ -303,7 +301,6 @@ def _operator(failure: Failure) -> Cure:
 
 
 def _no_lowering(failure: Failure) -> Cure:
-    """Returns fact, remedy and patch entry for an operator without a lowering: for one of aten's an `op` patch."""
     target, deed = engine.missing_operator(failure.error), "calls an operator that torchax cannot lower"
     if target is None or not target.startswith("torch.ops.aten:"):
         return _rewrite(failure, f"{deed.capitalize()}.", deed, "Compute it with other operators")
@@ -312,7 +309,6 @@ def _no_lowering(failure: Failure) -> Cure:
 
 
 def _cuda(failure: Failure) -> Cure:
-    """Returns fact, remedy and patch entry for code that asks for CUDA; the remedy may name a shipped patch instead."""
     import torch
 
     owners, target = failure.owners, _torch_cuda(failure)
@@ -391,7 +387,6 @@ def _absent_package(failure: Failure) -> Cure:
 
 
 def _other(failure: Failure) -> Cure:
-    """Returns fact, remedy and patch entry for an exception of any other kind."""
     fact = f"{failure.frame.caller} raises {class_and_message(failure.error)}"
     if failure.frame.owner == "upstream":
         where = "" if failure.owners.is_script else " in the family"

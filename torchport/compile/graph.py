@@ -294,7 +294,6 @@ def blank(thing: Any) -> Callable[[], Any]:
     factory = thing.default_factory if isinstance(thing, collections.defaultdict) else None
 
     def new() -> Any:
-        """Makes an empty object, without a call of its `__init__`."""
         made = base.__new__(kind)
         if isinstance(made, collections.deque):
             collections.deque.__init__(made, (), length)

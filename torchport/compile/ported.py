@@ -75,7 +75,6 @@ class Ported(torch.nn.Module):
         return torch.device("cpu")
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the original module."""
         return getattr(vars(self)["original"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -89,7 +88,6 @@ class Ported(torch.nn.Module):
         setattr(original, name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses to copy or pickle the module."""
         fact = "A ported module is on the devices, and can be neither copied nor pickled"
         raise BadValueError(self.compiled.network.name, fact, "Copy the module before port")
 
@@ -265,7 +263,6 @@ class Ported(torch.nn.Module):
         return args, kwargs
 
     def _shares_no_memory(self, name: str) -> bool:
-        """Returns whether no other buffer shares the memory of a buffer."""
         return list(self._memory.values()).count(self._memory.get(name, 0)) == 1
 
     def _rebound(

@@ -266,7 +266,6 @@ def _largest_output(module: torch.nn.Module) -> Iterator[list[int]]:
     largest = [0]
 
     def note(_: Any, __: Any, output: Any) -> None:
-        """Notes the bytes of an output of a layer: a forward hook."""
         if isinstance(output, torch.Tensor):
             largest[0] = max(largest[0], output.numel() * output.dtype.itemsize)
 
@@ -324,7 +323,6 @@ class _LargeWithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes tensors of `LARGE` elements or more, and the results of operators on them, without values or memory."""
 
     def __init__(self) -> None:
-        """Makes a `FakeTensorMode`, in which PyTorch computes shapes alone."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         super().__init__()  # type: ignore[no-untyped-call]

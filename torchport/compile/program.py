@@ -175,7 +175,6 @@ class Compiled:
         """Returns inputs by name as `jax.ShapeDtypeStruct`s, each with the sharding of its rule; see `place`."""
 
         def shape(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
-            """Returns the shape, dtype and sharding of one input."""
             is_placed = isinstance(leaf, jax.ShapeDtypeStruct)
             return leaf if is_placed else shard.shape(leaf, self._sharding(path, leaf))
 
@@ -428,12 +427,10 @@ def _module_scopes(module: torch.nn.Module, name: str) -> Iterator[None]:
     entered: list[Any] = []
 
     def enter(scope: str) -> None:
-        """Begins a scope, in which JAX names operations after a module."""
         entered.append(jax.named_scope(scope))
         entered[-1].__enter__()
 
     def leave() -> None:
-        """Ends the innermost scope."""
         entered.pop().__exit__(None, None, None)
 
     with contextlib.ExitStack() as hooks:

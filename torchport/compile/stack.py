@@ -248,7 +248,6 @@ class Stacked(torch.nn.Module):
             is_all = len(blocks) == self.count
 
             def run_block(carry: Any, item: Any) -> Any:
-                """Runs a block of the scan: `item` has its weights, its number and the arguments that vary by call."""
                 layer, index, given = item
                 if not is_all:  # slices of the weights for some blocks would be copies
                     layer = {k: jax.lax.dynamic_index_in_dim(each, index, keepdims=False) for k, each in layers.items()}
@@ -338,7 +337,6 @@ class Stacked(torch.nn.Module):
 
 
 def _named(thing: Any, part: graph.Part) -> str:
-    """Returns the name of a part that has changed: `'n' of a Counter`."""
     kind = "tensor" if isinstance(thing, torch.Tensor) else type(thing).__name__
     return f"{part[1]!r} of a {kind}" if part[1] != "" else f"a {kind}"
 
@@ -380,7 +378,6 @@ class _StackedList(torch.nn.ModuleList):
     """
 
     def _items(self) -> list[Any]:
-        """Returns an item for each block, in the order of upstream's list."""
         items: list[Any] = []
         for item in self._modules.values():
             if isinstance(item, Stacked):

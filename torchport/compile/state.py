@@ -616,7 +616,6 @@ def _parts_of(new: dict[int, torch.Tensor], tables: Sequence[torch.Tensor]) -> A
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the addresses at which a tensor begins and ends in the host's memory."""
     memory, (start, end) = tensor.untyped_storage().data_ptr(), engine.extent(tensor)
     return memory + start, memory + end
 
@@ -671,6 +670,5 @@ def _mark(tensor: torch.Tensor) -> Any:
 
 
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies a value into a tensor in place, outside autograd."""
     with torch.no_grad():
         tensor.copy_(value)

@@ -160,7 +160,6 @@ def _in_words(holder: Holder, entry: Entry) -> str:
 
 
 def _refusal(record: Record, holder: str) -> PatchError:
-    """Returns the error for an original that a holder keeps."""
     entry = record.entry
     fact = f"{entry.target} is still held by {holder}"
     if not record.late:
@@ -295,7 +294,6 @@ def importer(module: str) -> str | None:
 
 
 def _local_variable(thing: Any) -> str | None:
-    """Returns a local variable of a caller that holds an object, in words; None if no caller has it."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         if not str(frame.f_globals.get("__name__")).startswith("torchport.patch"):
             for name, value in frame.f_locals.items():

@@ -75,7 +75,6 @@ class _PatchSet:
 
         @contextlib.contextmanager
         def window() -> Iterator[None]:
-            """Applies the patch for the outermost of nested imports, and undoes it after that."""
             nonlocal depth
             depth += 1
             try:

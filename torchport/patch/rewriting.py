@@ -279,7 +279,6 @@ def _check_jumps(entry: Entry, statements: Sequence[ast.stmt]) -> None:
 
 
 def _jumps_out(statement: ast.AST) -> list[ast.AST]:
-    """Returns the `break` and `continue` statements in a statement that belong to a loop outside of it."""
     if isinstance(statement, (ast.Break, ast.Continue)):
         return [statement]
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

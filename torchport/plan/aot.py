@@ -157,7 +157,6 @@ def _why_unchecked(task: Task, file: LoraFile) -> str | None:
 
 
 def _component_folder(task: Task, component: str) -> Path | None:
-    """Returns the folder of a component in the checkpoint; None if the checkpoint is not on this machine."""
     root = checkpoint.described(task.checkpoint, task.card)
     return None if root is None else task.component_folder(root, component)
 
@@ -295,7 +294,6 @@ def _program(
 
 
 def _overflow(error: VmemError, traced: list[dispatch.Traced | dispatch.Pass]) -> Overflow:
-    """Returns the plan's finding for a kernel that does not fit into VMEM."""
     tile, kernel = getattr(error, "tile", None), error.place
     # An error with a tile was raised while the kernel was traced, so the last traced kernel has this tile.
     if tile is not None:

@@ -58,7 +58,6 @@ def lines(job: JobPlan) -> list[str]:
 
 
 def _clip_lines(clip: Clip) -> list[str]:
-    """Returns the lines on a whole clip: its seconds, the seconds of its parts, and the host's memory."""
     cost = "" if clip.dollars is None else f", {clip.dollars:.2g} US dollars"
     text = [
         f"a clip: {clip.first_s:.3g} s for the first, {clip.next_s:.3g} s for each after it, by the model; "
@@ -74,7 +73,6 @@ def _clip_lines(clip: Clip) -> list[str]:
 
 
 def _stage_lines(name: str, stage: StagePlan) -> list[str]:
-    """Returns the lines on a compiled stage: memory, blocks, collectives, modelled time and the longest operations."""
     device = stage.per_device
     text = [f"  bytes per device  {_size(device.peak_bytes)} of {size_text(device.hbm_bytes)}"]
     if device.arguments_bytes is not None:
@@ -113,7 +111,6 @@ def _stage_lines(name: str, stage: StagePlan) -> list[str]:
 
 
 def _finding_lines(stage: StagePlan, kind: type[Overflow | Underestimate]) -> list[str]:
-    """Returns a line for each finding of a kind: memory that does not suffice, or times that are estimated too low."""
     lines = []
     for finding in (each for each in stage.findings if isinstance(each, kind)):
         if isinstance(finding, Overflow):
@@ -135,7 +132,6 @@ def _size(size: int | None) -> str:
 
 
 def _block_lines(block: BlockTime) -> list[str]:
-    """Returns the lines on one block of the network: its times, and a line for each collective."""
     kernel = "not known" if block.attention_ms is None else f"{block.attention_ms:.3g} ms"
     return [
         f"  per block ({block.count})  attention {kernel} (model), everything else {block.other_ms:.3g} ms (compiler), "

@@ -169,7 +169,6 @@ def _checked_stages(task: Task, names: Sequence[str]) -> list[str]:
 
 
 def _left_out(task: Task, stage: Stage) -> StageLeftOut:
-    """Returns a plan's figures for a stage that was not compiled: the reason in words."""
     if stage.network is None and not task.encodes_on_devices(stage):
         why = "It runs on the host, in PyTorch: nothing of it is compiled"
         return StageLeftOut(status="not_ported", why=why)
@@ -179,7 +178,6 @@ def _left_out(task: Task, stage: Stage) -> StageLeftOut:
 
 
 def _assumptions(task: Task, bounded: bool) -> list[str]:
-    """Returns a plan's unchecked assumptions, each in words."""
     text = "the norms' gains keep the scores '{}' within their bound" if bounded else "no bound of the scores '{}'"
     known = [text.format(name) for name in task.card.score_bounds]
     flags = task.request.execution.xla_flags
@@ -390,7 +388,6 @@ def clip_of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
 
 
 def _encode_part(task: Task) -> ClipPart:
-    """Returns the time of the text encoders on the host, by their FLOPs."""
     stage = task.family.STAGES[0]
     with in_force(task, [stage]):
         calls = aot.encoder_calls(task, stage).values()

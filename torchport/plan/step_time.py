@@ -236,7 +236,6 @@ def communication_seconds(sent: Sequence[Collective], chip: Chip) -> float:
 
 
 def _attention(task: Task, call: dispatch.Traced) -> Attention:
-    """Returns the figures of a call of attention; a kernel's figures also have its time and its share of peak."""
     chip, split = task.machine.require_tpu(), math.prod(task.job.mesh.values())
     # Two products, q k^T and p v, each with a multiply and an add.
     flops = 4 * call.batch * call.heads * call.queries * call.keys * call.head_size // split

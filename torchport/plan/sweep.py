@@ -150,7 +150,6 @@ def data(swept: Sweep) -> dict[str, Any]:
 
 
 def _row(choice: SweptMesh, job: JobPlan) -> dict[str, Any]:
-    """Returns the figures by which plans are compared, by their keys in the JSON; an unknown figure is None."""
     stage = job.stage(STAGE)
     block = stage.per_block
     return {

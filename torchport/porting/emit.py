@@ -163,7 +163,6 @@ def _does_the_work(entry: Entry, request: PatchDraftRequest, error: TakenNameErr
 
 
 def _lines(report: ScanReport, outcome: Outcome, out: Path, root: Path, paths: Sequence[str]) -> Iterator[str]:
-    """Yields the lines that `torchport scan --emit` prints."""
     yield report.count()
     if outcome.written:
         tests = _count(sum(bool(drafted.test) for drafted in outcome.written), "test", "tests")

@@ -68,7 +68,6 @@ class WatchedCall:
         counts: Callable[[], Mapping[str, int]] = dict,
         whole: Container[Border] | None = None,
     ) -> None:
-        """Finds the modules; the hooks are on them in `watching` alone."""
         self.modules = {path: module for path, module in network.named_modules() if path in paths}
         self.replacements = replacements
         self.to_network = to_network
@@ -175,7 +174,6 @@ class _OutputHook:
     keep: Callable[[str, torch.Tensor], None]
 
     def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        """Passes the first tensor of the output to `keep`."""
         tensors = [leaf for leaf in outputs.leaves({"": output}).values() if isinstance(leaf, torch.Tensor)]
         if tensors:
             self.keep(self.name, tensors[0])
@@ -226,7 +224,6 @@ class WideNetwork(Eager):
         self.dtype = dtype
 
     def __call__(self, **inputs: Any) -> Any:
-        """Returns the network's output, computed in the wider dtype."""
         with computing_in(self.dtype):
             return super().__call__(**widened(inputs, self.dtype))
 
@@ -309,7 +306,6 @@ class Port:
         counts = functools.partial(call_counts, self.ledger)
 
         def to_engine(tensor: torch.Tensor, template: torch.Tensor) -> Any:
-            """Returns a tensor of the host as the engine's, in the dtype of the tensor that it replaces."""
             return engine.constant(tensor.to(template.dtype))
 
         call = WatchedCall(self.module, paths, replacements, to_engine, to_host, skipped, counts=counts, whole=whole)

@@ -133,7 +133,6 @@ class _StageComparison:
         recorded: Recording,
         results: Measurements,
     ) -> None:
-        """Takes the stage's calls from `recorded`; the ledger counts the calls of patches."""
         self.task, self.stage, self.folder, self.ledger = task, stage, folder, ledger
         self.recorded, self.results = recorded, results
         self.calls = [call for call in recorded.calls if call.stage == stage.name]
@@ -243,7 +242,6 @@ class _WatchedProgram:
     """A compiled network in a loop that stops after step `last`. Keeps its inputs and outputs of the first step."""
 
     def __init__(self, call: Any, first: int, last: int) -> None:
-        """Wraps the program `call` for a loop from step `first`, from 0, to step `last`, from 1."""
         self.call = call
         self.step = self.first = first  #: The step that the loop begins with, from 0.
         self.last = last  #: The number of the last step, from 1.

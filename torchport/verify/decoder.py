@@ -48,7 +48,6 @@ def _frames(
         call = WideNetwork(call, wide_dtype(task.settings.dtypes[str(stage.network)]))
 
     def keep(path: str, tensor: torch.Tensor) -> None:
-        """Adds the output of a module to `returned`."""
         if returned is not None:
             returned.setdefault(path, []).append(sampled(tensor.detach().clone()))
 
@@ -115,11 +114,9 @@ def _port_returns(
     counts_before: dict[str, dict[str, int]] = {}
 
     def count_patches(path: str, *_: Any) -> None:
-        """Notes how often each patch was called before a module is called."""
         counts_before[path] = call_counts(ledger)
 
     def store(path: str, array: Any) -> None:
-        """Keeps the output of a module."""
         returned[path].append(sampled(shard.to_torch(array)))
 
     def keep(path: str, tensor: torch.Tensor) -> None:
@@ -139,7 +136,6 @@ def _port_returns(
 
 
 def _inner_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Returns all modules in a module by their paths, without the module itself."""
     return {path: part for path, part in module.named_modules() if path}
 
 
@@ -174,7 +170,6 @@ def frame_pictures(original_CHW: torch.Tensor, port_CHW: torch.Tensor) -> dict[s
 
 
 def _png(frame_CHW: torch.Tensor) -> bytes:
-    """Returns a uint8 frame as the bytes of a PNG file."""
     from PIL import Image
 
     file = io.BytesIO()

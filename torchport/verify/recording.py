@@ -206,7 +206,6 @@ class _RecordedLoop:
         steps: tuple[int, ...] | None,
         decodes: bool,
     ) -> None:
-        """Takes the loop's start from `recording`; for `steps` and `decodes` see `record`."""
         self.task, self.folder, self.recording = task, folder, recording
         self.stage = dataclasses.replace(stage, prepare=None)  # the original, without the family's changes
         self.start, self.state = start_of(recording.ends, stage)
@@ -264,7 +263,6 @@ class _StepWatch:
     """Follows a loop, and finds the steps whose calls differ from the first's, so that another fault may show there."""
 
     def __init__(self, start: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Begins before step `start`, from 0, in the loop's `state` there."""
         self.start = start
         self._state = dict(state)  # before the step that is taken
         # The last step, from 0, and the state before it.
@@ -322,7 +320,6 @@ class _RecordedNetwork:
         return inputs
 
     def __call__(self, **inputs: Any) -> Any:
-        """Returns the network's output; records the call if its step is chosen."""
         step = self.loop.step
         if self.loop.watch is not None:
             self.loop.watch.called(inputs)

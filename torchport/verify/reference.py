@@ -86,7 +86,6 @@ class TensorTable:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Returns a hash of a tensor's dtype, shape and bytes."""
     sha = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     sha.update(_contiguous(tensor).reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
@@ -101,7 +100,6 @@ def restored(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Returns the tree that `TensorTable.add` turned into data, with its tensors."""
 
     def tensor_of(entry: dict[str, Any]) -> torch.Tensor:
-        """Returns the tensor of an entry that `TensorTable._entry` made, with the attributes of a sampled tensor."""
         tensor = tensors[entry["tensor"]].clone()
         if "rows" in entry:
             setattr(tensor, ROWS, tensors[entry["rows"]])
@@ -139,7 +137,6 @@ def write(folder: Path, original: Recording, task: Task, limit: int = LIMIT) -> 
 
 
 def _list_words(names: list[str]) -> str:
-    """Returns the first six names as text, and how many more there are."""
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 

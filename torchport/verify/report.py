@@ -273,7 +273,6 @@ class Verification:
         return f"{self.verdict_words} ({self._compared_words()}): {most}{self._harmless_words()}"
 
     def _compared_words(self) -> str:
-        """Returns how many steps were compared, and whether the decoder was."""
         steps = f"{len(self.steps)} of {self.total} steps compared"
         if self.left_out:
             steps += f", without {self.left_out} blocks that the capture lacks"
@@ -361,7 +360,6 @@ def _network_line(verification: Verification) -> str:
 
 
 def _unit_line(verification: Verification) -> str:
-    """Returns the line on the network's units: how many there are of each kind and verdict; empty without any."""
     units = [unit for unit in verification.units if unit.kind != "network"]
     if not units:
         return ""
@@ -373,7 +371,6 @@ def _unit_line(verification: Verification) -> str:
 
 
 def _unit_group(unit: Unit) -> str:
-    """Returns the group of `UNIT_VERDICTS` in which a unit is counted."""
     within, harmless, between, fault, behind = UNIT_VERDICTS
     if unit.verdict is Verdict.SAME:
         return harmless if unit.is_harmless else within
@@ -509,7 +506,6 @@ def _chart(units: Sequence[Unit]) -> LineChart:
     high = max(high, low + 1)
 
     def height(value: float) -> float:
-        """Returns the place of a distance on the logarithmic axis, from 0 to 1."""
         return (math.log10(value) - low) / (high - low) if value < math.inf else 1.0
 
     curves = []
@@ -525,7 +521,6 @@ def _chart(units: Sequence[Unit]) -> LineChart:
 
 
 def _unit_row(unit: Unit) -> list[str]:
-    """Returns the row of a unit in the page's table."""
     optional = ("" if value is None else f"{value:.3g}" for value in (unit.inherited, unit.effect))
     verdict = "harmless" if unit.is_harmless else str(unit.verdict)
     numbers = (f"{unit.rounding:.2e}", f"{unit.added:.2e}", f"{unit.ratio:.3g}", *optional)

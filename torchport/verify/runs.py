@@ -123,7 +123,6 @@ def read(folder: Path) -> FinishedRun:
 
 
 def _tensor(folder: Path, stage: StageName, name: str) -> torch.Tensor:
-    """Returns a tensor of a stage's artefact; raises if the artefact has none of this name."""
     tensors, _ = save.read(folder, stage, {}, {}, MADE_BY)
     if name not in tensors:
         fact = f"It holds {', '.join(map(repr, sorted(tensors)))}, and no '{name}'"
@@ -322,7 +321,6 @@ def distance(a: FinishedRun, b: FinishedRun) -> Distance:
 
 
 def _check_shape(run: FinishedRun, stage: str, name: str, tensor: torch.Tensor, first: torch.Tensor) -> None:
-    """Raises if a tensor of a run has another shape than the first run's."""
     if tensor.shape != first.shape:
         fact = f"Its '{name}' have the shape {list(tensor.shape)}, and those of the first run {list(first.shape)}"
         remedy = "Compare runs of one model, one size and one number of frames"

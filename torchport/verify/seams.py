@@ -118,7 +118,6 @@ class LoopRecord:
 
         @functools.wraps(step)
         def recording_step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            """Takes a scheduler's step, and records its state before, its arguments and the latents that it returns."""
             if self._depth:  # a call of `super().step`, within a recorded call
                 return step(scheduler, *args, **kwargs)
             state = {name: value for name, value in vars(scheduler).items() if tree.is_packable(value)}
@@ -141,7 +140,6 @@ class LoopRecord:
 
 
 def _schedulers() -> list[Any]:
-    """Returns all scheduler classes of diffusers that are imported."""
     from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
     classes: list[Any] = [SchedulerMixin]
@@ -167,7 +165,6 @@ class _MadeUpNetwork:
         record: LoopRecord,
         is_port: bool,
     ) -> None:
-        """Makes outputs like `template`, and adds the calls to `record`."""
         self.network = network
         self.template = template
         self.embeddings = embeddings
@@ -414,7 +411,6 @@ def _encoded_port(
 
 
 def _encoded(task: Task, stage: Stage, folder: Path) -> dict[str, torch.Tensor]:
-    """Runs an encoding stage on the host, and returns its outputs."""
     with patch.applied(task.patches([stage]), stage=stage.name):
         parts = _loaded(task, stage, folder)
         call = None if stage.network is None else network.eager(task, stage, parts, folder)

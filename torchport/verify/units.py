@@ -53,7 +53,6 @@ class Units:
     """The units of one call. Effects are measured with `outputs`; where it is None, in the port's network."""
 
     def __init__(self, port: Port, call: RecordedCall, outputs: Outputs | None = None) -> None:
-        """Keeps the port and the recorded call; no unit is measured yet."""
         self.port = port
         self.call = call
         self.outputs = outputs or port_outputs(port, call)
@@ -291,7 +290,6 @@ def _uncompared(observed: Values, all_paths: Collection[str], paths: Collection[
 
 
 def _within(path: str, outer: str) -> bool:
-    """Returns whether a module is `outer` or lies in it; "" is the path of the network, in which all lie."""
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 
@@ -303,7 +301,6 @@ def _can_replace(value: Any, original: Any) -> bool:
 
 
 def _shapes(tree: Any) -> dict[Any, Any]:
-    """Returns the shapes of a tree's tensors, by their places in the tree."""
     return {place: shape_of(tensor) for place, tensor in by_place(tree).items()}
 
 
@@ -377,7 +374,6 @@ def original_outputs(request: Request, file: Path, call: RecordedCall) -> Output
     """Returns a function that computes the original's output with replaced inner values, in a process of its own."""
 
     def outputs(changes: Sequence[Values]) -> list[Any]:
-        """Returns the original's output for each of `changes`, computed in one new process."""
         computed: list[Any] = child.call(
             "torchport.verify.units:outputs_of_original",
             *(request, file, (call.network, call.step, call.number), list(changes)),

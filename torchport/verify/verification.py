@@ -105,7 +105,6 @@ def _measure_both(
     port_failed, original_failed = threading.Event(), threading.Event()
 
     def compare() -> Measurements:
-        """Compares the port with the recording; if this fails, the original's process is stopped."""
         try:
             results: Measurements = _call(
                 "comparing:compare", task.request, file, original, os.getpid(), stop=original_failed
@@ -159,7 +158,6 @@ def _call(function: str, *arguments: Any, stop: threading.Event | None = None) -
     """Calls a function of this package, named as `module:function`, in a new process; returns its result."""
 
     def ended(end: child.Ended) -> MachineError:
-        """Returns the error of a process that ended without a result; a negative code is a signal: out of memory."""
         remedy = SMALLER if end.code < 0 else "Report this, with what `torchport -v verify` prints"
         return MachineError(f"torchport.verify.{function}", f"Its process {end}", remedy)
 
@@ -273,7 +271,6 @@ class _TaskWithout(Task):
 
 
 def _task_without(task: Task, entries: Collection[patch.Entry]) -> _TaskWithout:
-    """Returns a copy of a task that leaves out some of its patches; all its other fields are the same objects."""
     fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(Task)}
     return _TaskWithout(**fields, without=frozenset(entry.id for entry in entries))
 
@@ -434,7 +431,6 @@ def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, calle
     clue = "no patch is at fault: look at the family's loop, and at the card"
 
     def distance_without(entries: Collection[patch.Entry]) -> float:
-        """Returns the seam's distance while some patches are left out; 0 if the seam is gone."""
         reduced = _task_without(task, entries)
         rows, _ = seams.compare(reduced, folder, recorded.seams, recorded.templates)
         key = seam.name, seam.stage, seam.step

@@ -87,7 +87,6 @@ def matched(a: Any, b: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _are_alike(*tensors: torch.Tensor) -> bool:
-    """Returns whether tensors are floating-point and have one shape."""
     is_float = all(tensor.is_floating_point() for tensor in tensors)
     return is_float and len({shape_of(tensor) for tensor in tensors}) == 1
 

@@ -84,7 +84,6 @@ def _check_double(entry: Entry, other: Entry) -> None:
 
 
 def _is_copy(entry: Entry, other: Entry) -> bool:
-    """Returns whether two entries have equal fields, and the files of their functions the same bytes."""
     if entry.model_dump() != other.model_dump():
         return False
     files = [patch.folder / patch.reference.partition(":")[0] for patch in (entry, other) if patch.reference]
@@ -108,7 +107,6 @@ def _overriding(stack: Sequence[Path]) -> list[Entry]:
 
 
 def _all_entries(root: Path) -> list[Entry]:
-    """Returns the entries of every file in a folder of patches; none if there is no such folder."""
     names = _upstreams(root) if has_folder(root) else []
     return [entry for name in names for file in _files_of(root, name) for entry in read_file(file)]
 

@@ -67,7 +67,6 @@ def _outside(ranges: Mapping[str, str]) -> str | None:
 
 
 def _run_probe(entry: Entry, reference: str) -> bool:
-    """Returns whether the probe of an entry finds the fault that the patch is for; raises if the probe fails."""
     probe = load(entry, reference)
 
     def failed(error: BaseException) -> ReplacementError:

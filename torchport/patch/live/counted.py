@@ -98,7 +98,6 @@ def counting(
         vars(original)["__signature__"] = inspect.signature(original)
 
     def retire(substitute: Any, original: Any) -> None:
-        """Makes the substitute count nothing and call the original."""
         cells[0].cell_contents, cells[1].cell_contents = Calls(), original
         if plain:
             substitute.__defaults__, substitute.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
@@ -229,7 +228,6 @@ def disguise_class(replacement: type, original: type, calls: Calls | None) -> Ca
         type.__setattr__(replacement, name, value)
 
     def stop() -> None:
-        """Gives the class its former names and values."""
         for name, value in before.items():
             if value is _ABSENT:
                 type.__delattr__(replacement, name)

@@ -120,7 +120,6 @@ def arm(name: str, callback: Callback | Window, when: When = "after") -> Callabl
     _place_finder()
 
     def disarm() -> None:
-        """Removes the callback, and the finder if nothing is left to wait for."""
         if callback in table.get(name, ()):
             table[name].remove(callback)
         if not table.get(name):

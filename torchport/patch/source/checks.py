@@ -127,7 +127,6 @@ def walks_out(entry: Entry, name: str, home: str) -> ScopeError:
 
 
 def _no_such_name(entry: Entry, source: SourceFile, binding: Binding) -> TargetError:
-    """Returns the error for a target that is not in its module's source; its remedy has the nearest names there."""
     body: Sequence[ast.stmt] = source.tree.body
     if binding.depth:
         holder = source.where(entry.path[: binding.depth]).node

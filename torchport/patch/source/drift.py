@@ -166,7 +166,6 @@ def _first_four(lines: list[str]) -> list[str]:
 
 
 def _refusal(entry: Entry, locked: Locked, difference: str) -> DriftError:
-    """Returns the error for a target whose source is in no row of its lock."""
     versions = " or ".join(row.seen_at_in_words() for row in locked.rows)
     fact = f"{entry.target} is not what '{entry.id}' was reviewed against ({versions}): {difference}"
     remedy = (

@@ -199,7 +199,6 @@ def _spot(tree: ast.Module, line: int) -> _Spot | None:
 
 
 def _spots(names: tuple[str, ...], function: Function) -> list[_Spot]:
-    """Returns the statements of a function's own scope, outer ones before inner ones."""
     spots: list[_Spot] = []
     for block, chain in blocks(function):
         spots += [_Spot(names, function, block, index, chain, node) for index, node in enumerate(block)]
@@ -220,7 +219,6 @@ def _origin(spot: _Spot) -> _Spot | None:
 
 
 def _rewrites(spot: _Spot, function: str) -> Iterator[dict[str, Any]]:
-    """Yields the possible `rewrite` fields of an entry for a statement, the simplest first."""
     inside = names_bound([spot.statement])
     after = sorted(read_after(spot.function, spot.chain, spot.block, spot.index + 1) & inside)
     for match in _matches(spot.statement):
@@ -246,8 +244,6 @@ def _matches(node: ast.stmt) -> Iterator[str]:
 
 
 def _can_rewrite(fields: Mapping[str, Any], home: str, text: str, line: int, parameters: Sequence[str]) -> bool:
-    """Returns whether an entry with these fields could rewrite a module's source."""
-
     def find(tree: ast.Module) -> Function:
         spot = _spot(tree, line)
         assert spot is not None
@@ -267,7 +263,6 @@ def slug(text: str) -> str:
 
 
 def _all_fields(fields: Mapping[str, Any], package: str) -> dict[str, Any]:
-    """Returns all fields of an entry, in their usual order."""
     fixed = {"reported": "none: correct on a GPU", "until": "never", "fits": fields.get("fits") or fits(package)}
     order = ("id", "target", "replace", "wrap", "rewrite", "op", "stub", "why", *fixed, "equivalence")
     merged = {**fixed, **fields}

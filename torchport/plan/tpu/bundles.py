@@ -185,7 +185,6 @@ def _read_regions(file: Path) -> Region:
 
 
 def _read_bundles(file: Path) -> tuple[list[_Bundle], dict[int, int]]:
-    """Returns the bundles of a file, and for each numbered region the index of its first bundle."""
     bundles: list[_Bundle] = []
     starts: dict[int, int] = {}
     with file.open(encoding="utf-8", errors="replace") as lines:
@@ -356,7 +355,6 @@ def _loops(kernel: KernelBundles) -> list[Region]:
     work, loops = kernel.matrix_work, list[Region]()
 
     def visit(region: Region) -> None:
-        """Adds a region to the loops if it is a loop of the kernel, and then visits the regions in it."""
         busy = work[region.start : region.end].any()
         if region.kind == "predicated" and not busy and work.any():  # a kernel of sums has no matrix work anywhere
             return

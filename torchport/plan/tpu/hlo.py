@@ -635,7 +635,6 @@ class _HloReader:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Returns the numbers in a text, of `2,4,1` (2, 4, 1)."""
     return tuple(int(number) for number in text.split(",") if number)
 
 

@@ -439,7 +439,6 @@ def _conditions(embeddings: Mapping[str, Any], calls: Sequence[LoopCall], observ
 
 
 def _same(value: Any, tensor: torch.Tensor) -> bool:
-    """Returns whether a value is a tensor with the same numbers, in any dtype."""
     has_shape = isinstance(value, torch.Tensor) and value.shape == tensor.shape
     return has_shape and torch.equal(value.to(tensor.dtype), tensor)
 

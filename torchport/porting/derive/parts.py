@@ -163,7 +163,6 @@ def _with_tokenizer(part: PipelinePart, parts: Sequence[PipelinePart]) -> Pipeli
 
 
 def _alternatives(hint: Any) -> Sequence[Any]:
-    """Returns the types of an annotation: `A` and `None` of the union `A | None`, or `A` of `A`."""
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else [hint]
 
@@ -413,7 +412,6 @@ class Configurations:
         return module
 
     def _of_class(self, component: str, values: Mapping[str, Any]) -> Any:
-        """Returns an object of a component's class with these arguments, or with a configuration made of them."""
         cls = self.parts[component].cls
         config = getattr(cls, "config_class", None)
         return cls(**values) if config is None else cls(config(**values))

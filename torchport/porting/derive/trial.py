@@ -162,7 +162,6 @@ class PipelineTrial:
             raise BadValueError(self.place, fact, OTHER_LOOP)
 
     def _refusal(self, stop: Stop) -> BadValueError:
-        """Returns the error for a pipeline that stops with tiny weights, at a stop that nothing mended."""
         name = self.cls.__name__
         line = line_of(stop.error)
         if isinstance(stop.error, NameError) and stop.error.name:  # upstream imports it only where it is installed
@@ -335,7 +334,6 @@ class PipelineTrial:
                 yield from ({name: size} for size in sorted(sizes) if size != value)
 
     def _widths(self) -> set[int]:
-        """Returns the widths of the text encoders, and their sum."""
         values = self.configurations.values
         parts = self.configurations.parts
         encoders = [values[name] for name in values if parts[name].kind == "encoder"]
@@ -451,7 +449,6 @@ class _LatentsAtLast(_Watched):
 
 
 def _are_close(a: Any, b: Any) -> bool:
-    """Returns whether two outputs are tensors of one shape with the same numbers, up to rounding."""
     are_tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
     return are_tensors and a.shape == b.shape and torch.allclose(a, b, atol=1e-4)
 
@@ -607,12 +604,10 @@ def _is_part(video: Any, decoded: torch.Tensor) -> bool:
 
 
 def _as_list(returned: Any) -> list[Any]:
-    """Returns the result of a function as a list: the items of a tuple, or another value alone."""
     return list(returned) if isinstance(returned, tuple) else [returned]
 
 
 def _longer(prompt: Any) -> Any:
-    """Returns a prompt, or a list of prompts, with more words."""
     if isinstance(prompt, list):
         return [_longer(text) for text in prompt]
     return f"{prompt} on the grass in the evening light while birds fly over water" if prompt else prompt
@@ -716,7 +711,6 @@ def embedding_names(cls: Any) -> list[str]:
 
 
 def _nodes(function: Any) -> Iterator[ast.AST]:
-    """Yields the nodes of a function's syntax tree."""
     return ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))))
 
 

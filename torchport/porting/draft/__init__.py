@@ -159,7 +159,6 @@ def _draft_replacement(request: PatchDraftRequest) -> Draft:
 
 
 def _check_callable(request: PatchDraftRequest, target: Target) -> None:
-    """Refuses a target that no function or class can replace or wrap."""
     what = ".".join(target.path)
     if target.is_async and target.is_generator:
         fact = f"{what} ({target.place}) is an asynchronous generator function"
@@ -417,7 +416,6 @@ def _function_text(target: Target, name: str, wraps: bool) -> str:
 
 
 def _unfilled_function(name: str, parameter_text: str, doc: str) -> str:
-    """Returns the text of a function to fill in, from its name, the text of its parameters, and its docstring."""
     return f'def {name}({parameter_text}):\n    """{doc}"""\n    raise NotImplementedError("fill in {name}")\n'
 
 

@@ -223,7 +223,6 @@ def upstreams(request: ModelDraftRequest, checkout: Path | None) -> list[Path]:
 
 
 def _left_to_fill_in(request: ModelDraftRequest, components: Sequence[Part], card_text: str) -> list[str]:
-    """Returns a line for each thing that a person has to fill in after a draft of a card."""
     result = []
     for part in components:
         field = f"tiny.components.{part.name}"
@@ -244,7 +243,6 @@ def _left_to_fill_in(request: ModelDraftRequest, components: Sequence[Part], car
 def _card_text(
     request: ModelDraftRequest, components: Sequence[Part], checkout: Path | None, family: str, of_images: bool
 ) -> str:
-    """Returns the text of a model card to fill in."""
     target = components[0].target
     package = target.module.partition(".")[0]
     values: dict[str, Any] = {"upstream": proposal.fits(package)}
@@ -263,7 +261,6 @@ def flow(value: Any) -> str:
 
 
 def _clone_url(checkout: Path) -> str:
-    """Returns the URL that a checkout was cloned from, by its `.git/config`; else a URL to fill in."""
     parser = configparser.RawConfigParser(strict=False)
     try:
         parser.read_string((checkout / ".git" / "config").read_text(encoding="utf-8"))
@@ -330,7 +327,6 @@ def card_arguments(source: SourceFile, node: ast.ClassDef) -> list[Argument] | N
 
 
 def _method_of(node: ast.ClassDef, name: str) -> Function | None:
-    """Returns the method of a name that a class body defines; None for an inherited method."""
     return next((part for part in node.body if isinstance(part, Function) and part.name == name), None)
 
 
@@ -366,7 +362,6 @@ def _lineage(source: SourceFile, node: ast.ClassDef) -> Iterator[Place]:
 
 
 def _classes(homes: Iterable[SourceHome]) -> Iterator[Place]:
-    """Yields the classes among the definitions of some names, with their modules."""
     for place in map(definition, homes):
         if place is not None and isinstance(place[1], ast.ClassDef):
             yield place[0], place[1]

@@ -168,7 +168,6 @@ def _absent_error(target: str, source: SourceFile, parts: tuple[str, ...], depth
 
 
 def _constant_error(target: str, source: SourceFile, parts: tuple[str, ...], node: ast.stmt, place: str) -> TargetError:
-    """Returns the error for a target that is a constant; its remedy names the functions that read it."""
     name, readers = parts[-1], []
     for outer in ast.walk(source.tree):
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -419,7 +419,6 @@ def _fill_module(module: Module, tree: ast.Module) -> None:
 
 
 def _unit_of(module: Module, body: Body) -> CodeUnit:
-    """Returns the unit of a function, of a class's decorators, or of a module's code at import."""
     node = body.node
     unit = CodeUnit(module, body.name, body, isinstance(node, ast.ClassDef), body.owner)
     if not isinstance(node, ast.Module):

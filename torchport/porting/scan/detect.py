@@ -260,7 +260,6 @@ def _method_calls(context: FunctionContext, event: Event, node: ast.Call, name: 
 
 
 def _branches(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields a finding for a condition that depends on the values of a tensor."""
     pending = [event.node]
     while pending:
         node = pending.pop()
@@ -288,7 +287,6 @@ def _indices(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _writes(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields a finding for an assignment to a part of a tensor, in a loop or through a mask."""
     if not isinstance(event.node, ast.Subscript) or context.builds:
         return
     base = event.node.value
@@ -543,7 +541,6 @@ class Tensors:
         return Kind.PLAIN if isinstance(node, (ast.JoinedStr, ast.Dict, ast.BoolOp)) else Kind.UNKNOWN
 
     def _attribute(self, node: ast.Attribute) -> Kind:
-        """Returns the kind of an attribute: a size is plain, `x.T` is as `x`, a buffer of `self` is a tensor."""
         if node.attr in _PLAIN_ATTRIBUTES:
             return Kind.PLAIN
         if node.attr in _TENSOR_ATTRIBUTES:
@@ -552,7 +549,6 @@ class Tensors:
         return Kind.TENSOR if on_self and node.attr in self._attributes else Kind.UNKNOWN
 
     def _comparison(self, node: ast.Compare) -> Kind:
-        """Returns the kind of a comparison's result: a mask if one side is a tensor; plain for `is`, `in` and texts."""
         if any(isinstance(op, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for op in node.ops):
             return Kind.PLAIN
         sides = [node.left, *node.comparators]

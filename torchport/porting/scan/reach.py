@@ -193,7 +193,6 @@ class Reached:
             self._reach(method, unit, call)
 
     def _follow(self, unit: CodeUnit) -> None:
-        """Follows the imports, calls and names of a function that may run."""
         values = self._values(unit)
         is_rewritten = unit in self._patches.by_lines
         for reference in unit.facts.references:

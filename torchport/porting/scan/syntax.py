@@ -194,7 +194,6 @@ class _Walk:
         self.statements(node.orelse)
 
     def _assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> None:
-        """Notes the events in the value of an assignment, then each target."""
         if node.value is None:  # an annotation alone, as in `x: int`
             return
         self.expression(node.value)
@@ -241,7 +240,6 @@ class _Walk:
             _WALKS.get(kind, _Walk._each_part)(self, node)
 
     def _each_part(self, node: Any) -> None:
-        """Notes the events in all child expressions."""
         for field in node._fields:
             part = getattr(node, field)
             for inner in part if type(part) is list else (part,):

@@ -65,7 +65,6 @@ def trace(request: Request, patched: bool = True) -> TraceReport:
 
 
 def _ended(end: child.Ended) -> TopologyError:
-    """Returns the error for a tracing process that ended without a report."""
     return TopologyError("torchport trace", f"The process that traces {end}", "Mend that, or trace another job")
 
 
@@ -167,7 +166,6 @@ def _going_on(stage: Stage, notes: Notes, lowers: bool) -> Stage:
 
 
 def _network_calls(task: Task, stage: Stage) -> list[recorder.NetworkCall]:
-    """Returns the calls that a stage makes of its network, with the shapes of their inputs."""
     with preflight.without_values():
         parts = network.as_shapes(task, stage)
         module, how = network.module_of(stage, parts), network.how(stage, task)

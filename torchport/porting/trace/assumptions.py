@@ -168,7 +168,6 @@ def _off_cuda(value: Any) -> Any:
 
 
 def _first_of_network(args: Any, kwargs: Any) -> torch.Tensor:
-    """Returns the first argument that is a tensor of the network."""
     leaves = pytree.tree_leaves((args, kwargs))
     first: torch.Tensor = next(leaf for leaf in leaves if is_networks(leaf))
     return first
