@@ -131,7 +131,6 @@ class StepCached:
         self.steps = dataclasses.replace(steps, finished=self._finished, resume=resume)
 
     def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs as JAX arrays, each sharded by its rule."""
         return self.compiled.place(**inputs)
 
     def __call__(self, **inputs: Any) -> Any:

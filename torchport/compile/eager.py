@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchport.stages.family import Call
 from torchport.stages.outputs import leaves, not_finite, stage_outputs
 
 
@@ -56,20 +57,14 @@ def plainly(module: torch.nn.Module, **inputs: Any) -> Any:
 
 
 @dataclasses.dataclass(eq=False)
-class Eager:
+class Eager(Call):
     """Calls a network in PyTorch on the host, with nothing compiled: the backend `original`."""
 
-    batches = False
-    drops = False
     module: torch.nn.Module
     how: How = plainly
     outputs: Sequence[str] = ()  #: The names of its outputs, if more than the first is returned.
     name: str = "the network"
     first: FirstNotFinite | None = None  #: Finds the first module that returns NaN; None: it is not looked for.
-
-    def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs as they are: eager PyTorch takes them from the host."""
-        return inputs
 
     def __call__(self, **inputs: Any) -> Any:
         with torch.no_grad():

@@ -56,7 +56,6 @@ def deliveries() -> Iterator[list[str]]:
     events: list[str] = []
 
     def listen(event: str, **_: Any) -> None:
-        """Notes an event of JAX if it is a delivery."""
         if event == DELIVERED:
             events.append(event)
 

@@ -445,7 +445,6 @@ class _Survey:
     """
 
     def __init__(self, state: State, snapshot: Snapshot, traced: Mapping[int, Reference] | None) -> None:
-        """Numbers the objects and tensors that are known from the start."""
         self.state = state
         self.snapshot = snapshot
         self.traced = traced

@@ -150,7 +150,6 @@ def _find_holders(audits: list[_Audit]) -> None:
 
 
 def _in_words(holder: Holder, entry: Entry) -> str:
-    """Describes a holder in words, with its line if the source of its module shows it."""
     line = line_of(holder.module, holder.name, entry.path[-1]) if holder.module else None
     where = holder.where
     name = None if holder.container is None else expression(holder.container)

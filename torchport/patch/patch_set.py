@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 import types
@@ -30,19 +31,19 @@ from torchport.patch.source import drift
 from torchport.patch.source.checks import check_source, is_imported
 
 
+@dataclasses.dataclass(eq=False)
 class _PatchSet:
     """The patches that one `applied(...)` puts in force, without those that an outer one has in force already."""
 
-    def __init__(self, records: Sequence[Record], ledger: Ledger) -> None:
-        self.records = list(records)
-        self.ledger = ledger
-        self.changed: list[Record] = []  #: In the order of their changes.
-        #: Changes of modules that were imported again since: somebody may still hold the old functions.
-        self.replaced: list[Change] = []
-        #: Where an original was exchanged for its replacement.
-        self.rebindings: list[aliases.Rebinding] = []
-        self.disarm: list[Callable[[], None]] = []  #: Each ends the wait for an import.
-        self.failed = False  #: Whether a patch could not be applied, and all were undone.
+    records: Sequence[Record]
+    ledger: Ledger
+    changed: list[Record] = dataclasses.field(default_factory=list)  #: In the order of their changes.
+    #: Changes of modules that were imported again since: somebody may still hold the old functions.
+    replaced: list[Change] = dataclasses.field(default_factory=list)
+    #: Where an original was exchanged for its replacement.
+    rebindings: list[aliases.Rebinding] = dataclasses.field(default_factory=list)
+    disarm: list[Callable[[], None]] = dataclasses.field(default_factory=list)  #: Each ends the wait for an import.
+    failed: bool = False  #: Whether a patch could not be applied, and all were undone.
 
     def enter(self) -> None:
         """Applies the patches of modules that are imported already, and arms the others. An error undoes all."""

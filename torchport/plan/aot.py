@@ -116,11 +116,14 @@ def _suffix(name: str) -> str:
 def _encoder(task: Task, name: str, called: recorder.NetworkCall, mesh: jax.sharding.Mesh) -> StageNetwork:
     """Returns an encoder that runs on the devices, with its only call, ready to be lowered."""
     module, sharding = copy.deepcopy(network.published(task, name)), rules.of_shared(name, ported.STRATEGY)
-
-    def first_output(module: Any, **inputs: Any) -> Any:
-        return (module(**inputs)[0],)
-
-    program = network.ported(module.eval(), sharding, mesh, how=first_output, trace=None, attention=ported.ATTENTION)
+    program = network.ported(
+        module.eval(),
+        sharding,
+        mesh,
+        how=lambda module, **inputs: (module(**inputs)[0],),
+        trace=None,
+        attention=ported.ATTENTION,
+    )
     return StageNetwork(program, [called], [])
 
 

@@ -235,7 +235,6 @@ def _bars(attention_ms: float, other_ms: float, communication_ms: float, largest
 
 
 def _bar(kind: str, label: str, ms: float, shade: float = 1.0) -> BarPart:
-    """Returns a part of a bar chart of times, labelled in milliseconds, or in seconds from one second on."""
     return BarPart(kind, label, ms, f"{ms / 1e3:.4g} s" if ms >= 1e3 else f"{ms:.4g} ms", shade)
 
 

@@ -16,7 +16,7 @@ from torchport.patch import Entry, read, upstreams
 from torchport.porting import draft
 from torchport.porting.draft import PatchDraftRequest, home
 from torchport.porting.draft.home import Home
-from torchport.porting.draft.target_source import folder_of
+from torchport.porting.draft.target_source import folders_of
 from torchport.porting.scan import ScanFinding, ScanReport
 from torchport.porting.scan.scanning import import_root
 from torchport.porting.scan.syntax import MODULE
@@ -44,12 +44,7 @@ def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -
     outcome = Outcome()
     with on_path(root):
         packages = {finding.target.partition(":")[0].partition(".")[0] for finding in report.findings} - {""}
-        upstreams = []
-        for package in sorted(packages):
-            found = folder_of(package)
-            if found is not None:
-                upstreams.append(found)
-        pack = home.home(out, [path, *upstreams], "--emit")
+        pack = home.home(out, [path, *folders_of(sorted(packages))], "--emit")
         for request, findings in list(_wishes(report.unpatched(), outcome)):
             _write(request, findings, pack, outcome)
     return list(_lines(report, outcome, out, root, paths)), int(bool(outcome.left))

@@ -5,6 +5,7 @@ What the first return is kept where they run, in `encode`, and given back where 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,26 +90,14 @@ class ReplayedComponent(ComponentStandIn):
         return _Fields(returned) if isinstance(returned, dict) else returned
 
 
+@dataclasses.dataclass(eq=False)
 class EncodePrompt:
-    """Takes the place of a pipeline's `encode_prompt`, and returns its values from the stage `encode`, call by call.
+    """Takes the place of a pipeline's `encode_prompt`, and returns its values from the stage `encode`, call by call."""
 
-    Args:
-        function: Upstream's `encode_prompt`.
-        known: The values of each call; None: `function` is called.
-        returned: A list that gets the values of each call; by default a new one.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        place: str,
-        known: Sequence[tuple[Any, ...]] | None,
-        returned: list[tuple[Any, ...]] | None,
-    ) -> None:
-        self.function = function
-        self.place = place
-        self.known = known
-        self.returned = [] if returned is None else returned
+    function: Callable[..., Any]  #: Upstream's `encode_prompt`.
+    place: str
+    known: Sequence[tuple[Any, ...]] | None = None  #: The values of each call; None: `function` is called.
+    returned: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)  #: Gets the values of each call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the values of the next call; refuses more calls than are known."""

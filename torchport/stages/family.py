@@ -19,13 +19,16 @@ from torchport.progress import log
 class Call(Protocol):
     """One network, ready to be called: the module itself in PyTorch, or its program on the mesh."""
 
-    batches: bool
+    batches: bool = False
     """Whether it takes the conditions of guidance as one batch, or one after the other as upstream does."""
-    drops: bool
+    drops: bool = False
     """Whether masked tokens are left out before the call; the original keeps them."""
 
     def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns inputs that many calls will get, moved to where the network wants them: onto the devices."""
+        """Returns inputs that many calls will get, moved to where the network wants them: onto the devices, or by
+        default nowhere.
+        """
+        return inputs
 
     def __call__(self, **inputs: Any) -> Any:
         """Calls the network.

@@ -13,7 +13,7 @@ from torchport.config.card import DENOISING
 from torchport.errors import BadValueError
 from torchport.stages import outputs
 from torchport.stages.constants import Constants
-from torchport.stages.family import Settings, Stage, Steps
+from torchport.stages.family import Call, Settings, Stage, Steps
 
 Static = tuple[tuple[str, object], ...]
 BORDERS_LIMIT = 2**30
@@ -43,7 +43,7 @@ class NetworkCall:
         return outputs.leaves(self.inputs)
 
 
-class Recorder:
+class Recorder(Call):
     """Stands in for a compiled network, and returns tensors that have a shape and no values.
 
     The verb continues with these tensors, so that we see all of its calls.
@@ -69,10 +69,6 @@ class Recorder:
         # Makes what a call returns. The verb runs outside of the mode, where its masks keep their values. So real
         # tensors meet fake ones.
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs: only their shapes count."""
-        return inputs
 
     def __call__(self, **inputs: Any) -> Any:
         """Returns tensors without values, of the shapes and dtypes that the network returns, on the host."""

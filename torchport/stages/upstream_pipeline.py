@@ -144,11 +144,12 @@ class UpstreamPipeline:
         prefixes = ("", "negative_") if self.card.negative_apart and self.is_guided(settings) else ("",)
         names = self.card.embeddings
         returned = [tuple(inputs.embeddings.get(prefix + name) for name in names) for prefix in prefixes]
-        known = returned if inputs.encoded is None else None
-        pipe.encode_prompt = EncodePrompt(pipe.encode_prompt, self.place, known, inputs.encoded)
         prompts = {"prompt": settings.prompt, "negative_prompt": settings.negative_prompt}
-        if known:  # later stages have no prompt
+        if inputs.encoded is None:  # a later stage, which has no prompt
             prompts = dict.fromkeys(prompts, "any")
+            pipe.encode_prompt = EncodePrompt(pipe.encode_prompt, self.place, returned)
+        else:
+            pipe.encode_prompt = EncodePrompt(pipe.encode_prompt, self.place, returned=inputs.encoded)
         return dataclasses.replace(inputs, embeddings={}, arguments={**inputs.arguments, **prompts})
 
     def _arguments(self, pipe: Any, inputs: PipelineInputs) -> dict[str, Any]:

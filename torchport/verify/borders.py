@@ -7,6 +7,7 @@ wider dtype.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -44,51 +45,39 @@ Values = dict[Border, Any]
 """Trees of tensors of the host by border, in the order of the call: of `in`, the arguments by name."""
 
 
+@dataclasses.dataclass(eq=False)
 class WatchedCall:
     """One call of a network with hooks on the modules `paths`: records their arguments and outputs, or replaces them.
 
     A tensor is replaced only by one of its shape and kind: a port may pad a tensor, or pass a mask in another form.
-
-    Args:
-        to_network: Converts a host tensor for the network, to the dtype of its second argument, the tensor replaced.
-        to_host: Copies a tensor of the network to the host.
-        skipped: Paths of modules that are not called: they return their replacement.
-        counts: Returns how often each patch was called so far.
-        whole: The borders at which large tensors are recorded whole, and elsewhere only some rows; None: all borders.
     """
 
-    def __init__(
-        self,
-        network: torch.nn.Module,
-        paths: Collection[str],
-        replacements: Values,
-        to_network: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        to_host: Callable[[torch.Tensor], torch.Tensor],
-        skipped: Collection[str] = (),
-        counts: Callable[[], Mapping[str, int]] = dict,
-        whole: Container[Border] | None = None,
-    ) -> None:
-        self.modules = {path: module for path, module in network.named_modules() if path in paths}
-        self.replacements = replacements
-        self.to_network = to_network
-        self.to_host = to_host
-        self.skipped = skipped
-        self.counts = counts
-        self.whole = whole
-        self.observed: Values = {}
-        #: The patches that were called since the border before, by border.
-        self.patches: dict[Border, frozenset[str]] = {}
-        self.autocasts = False  #: Whether a region of CUDA autocast was entered around a module.
-        self._open_calls: dict[str, list[int]] = {path: [] for path in self.modules}  # numbers of calls not yet left
-        self._call_counts = dict.fromkeys(self.modules, 0)
-        self._patch_counts: Mapping[str, int] = {}
+    network: torch.nn.Module
+    paths: Collection[str]
+    replacements: Values
+    #: Converts a host tensor for the network, to the dtype of its second argument, the tensor replaced.
+    to_network: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    to_host: Callable[[torch.Tensor], torch.Tensor]  #: Copies a tensor of the network to the host.
+    skipped: Collection[str] = ()  #: Paths of modules that are not called: they return their replacement.
+    counts: Callable[[], Mapping[str, int]] = dict  #: Returns how often each patch was called so far.
+    #: The borders at which large tensors are recorded whole, and elsewhere only some rows; None: all borders.
+    whole: Container[Border] | None = None
+    observed: Values = dataclasses.field(default_factory=dict)
+    #: The patches that were called since the border before, by border.
+    patches: dict[Border, frozenset[str]] = dataclasses.field(default_factory=dict)
+    autocasts: bool = False  #: Whether a region of CUDA autocast was entered around a module.
+    #: By module's path, the numbers of its calls that are not left yet.
+    _open_calls: dict[str, list[int]] = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    _call_counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    _patch_counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Puts the hooks on the modules for the length of a `with`, in which the network is called once."""
         self._patch_counts = self.counts()
+        modules = {path: module for path, module in self.network.named_modules() if path in self.paths}
         with contextlib.ExitStack() as hooks:
-            for path, module in self.modules.items():
+            for path, module in modules.items():
                 enter, leave = functools.partial(self._enter, path), functools.partial(self._leave, path)
                 hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(leave, with_kwargs=True))
@@ -179,12 +168,14 @@ class _OutputHook:
             self.keep(self.name, tensors[0])
 
 
+_TensorAndCopy = tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]
+
+
+@dataclasses.dataclass(eq=False)
 class Copies:
     """Copies tensors, as a module may change its input in place: each once until it changes. Keeps weak references."""
 
-    def __init__(self) -> None:
-        #: Each tensor and its copy, by the tensor's id and version.
-        self._known: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
+    _known: dict[tuple[int, int], _TensorAndCopy] = dataclasses.field(default_factory=dict)  #: By id and version.
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a tensor: the same copy as before, if the tensor has not changed since."""
@@ -304,11 +295,16 @@ class Port:
     ) -> tuple[Any, WatchedCall]:
         """Calls the port's network; returns its output, and the `WatchedCall` with the recorded values."""
         counts = functools.partial(call_counts, self.ledger)
-
-        def to_engine(tensor: torch.Tensor, template: torch.Tensor) -> Any:
-            return engine.constant(tensor.to(template.dtype))
-
-        call = WatchedCall(self.module, paths, replacements, to_engine, to_host, skipped, counts=counts, whole=whole)
+        call = WatchedCall(
+            self.module,
+            paths,
+            replacements,
+            to_network=lambda tensor, template: engine.constant(tensor.to(template.dtype)),
+            to_host=to_host,
+            skipped=skipped,
+            counts=counts,
+            whole=whole,
+        )
         with call.watching():
             output = self.compiled(**inputs)
         return output, call

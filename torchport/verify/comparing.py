@@ -121,21 +121,20 @@ def compare_modules(request: Request, block: Unit, folder: Path, file: Path) -> 
         return with_effects(units, units.measure_modules(block.path))
 
 
+@dataclasses.dataclass(frozen=True)
 class _StageComparison:
     """Compares the network of one stage with a recording, and adds the figures to `results`."""
 
-    def __init__(
-        self,
-        task: Task,
-        stage: Stage,
-        folder: Path,
-        ledger: patch.Ledger,
-        recorded: Recording,
-        results: Measurements,
-    ) -> None:
-        self.task, self.stage, self.folder, self.ledger = task, stage, folder, ledger
-        self.recorded, self.results = recorded, results
-        self.calls = [call for call in recorded.calls if call.stage == stage.name]
+    task: Task
+    stage: Stage
+    folder: Path
+    ledger: patch.Ledger
+    recorded: Recording
+    results: Measurements
+
+    @property
+    def calls(self) -> list[RecordedCall]:
+        return [call for call in self.recorded.calls if call.stage == self.stage.name]
 
     def run(
         self,
@@ -207,7 +206,6 @@ class _StageComparison:
         return loop
 
     def _note_drift(self, loop: _WatchedProgram) -> None:
-        """Adds the distance of the loop's latents from the original's after each step that both have."""
         for number, latents in loop.latents.items():
             original = self.recorded.latents.get(number)
             drift = None if original is None else distance(latents, original)

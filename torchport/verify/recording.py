@@ -31,7 +31,7 @@ from torchport.errors import MachineError, OutputError
 from torchport.load.foreign import brief
 from torchport.progress import log
 from torchport.run.path import checkpoint_of
-from torchport.stages.family import Stage, Steps
+from torchport.stages.family import Call, Stage, Steps
 from torchport.stages.outputs import map_tensors
 from torchport.stages.recorder import BORDERS_LIMIT
 from torchport.stages.replay import all_latents
@@ -177,9 +177,7 @@ def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Re
         folder = checkpoint_of(task).folder
         recording = Recording({})
         for stage in seams.encoding_stages(task):
-            parts = network.loaded(task, dataclasses.replace(stage, prepare=None), folder)
-            call = None if stage.network is None else network.eager(task, stage, parts, folder)
-            recording.encoded[stage.name] = stage.run(parts, call, task.settings, Steps())
+            recording.encoded[stage.name] = seams.encode(task, stage, folder)
         for stage in task.denoising:
             if not decodes and steps is not None and len(recording.latents) > max(steps):  # all chosen steps are over
                 break
@@ -301,11 +299,8 @@ def start_of(ends: Mapping[str, Mapping[str, torch.Tensor]], stage: Stage) -> tu
     return 0, {}
 
 
-class _RecordedNetwork:
+class _RecordedNetwork(Call):
     """The original's network, run eagerly; its calls in chosen steps are recorded, together with the yardstick's."""
-
-    batches = False
-    drops = False
 
     def __init__(self, eager: Eager, loop: _RecordedLoop) -> None:
         self.eager = eager
@@ -314,10 +309,6 @@ class _RecordedNetwork:
         # The step of the last call, and its number in the step.
         self._last_call = (-1, 0)
         self._is_large = False  # whether the values at the borders of one call take more than `BORDERS_LIMIT`
-
-    def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs as they are, where a compiled network would move them to the devices."""
-        return inputs
 
     def __call__(self, **inputs: Any) -> Any:
         step = self.loop.step

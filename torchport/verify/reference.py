@@ -6,6 +6,7 @@ the limit, blocks are left out, evenly over the depth, and the file lists them.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -51,13 +52,13 @@ PACKAGES = ("diffusers", "transformers")
 """Packages whose code is the original's: another version is another original."""
 
 
+@dataclasses.dataclass(eq=False)
 class TensorTable:
     """The tensors of a capture by name. Tensors with the same values are stored once."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.size = 0
-        self._names: dict[str, str] = {}
+    tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    size: int = 0  #: In bytes.
+    _names: dict[str, str] = dataclasses.field(default_factory=dict)  #: By the hash of the values.
 
     def add(self, value: Any) -> Any:
         """Stores the tensors of a tree, and returns the tree as data of JSON that names them; see `restored`."""

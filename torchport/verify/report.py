@@ -48,7 +48,6 @@ class Verdict(enum.StrEnum):
 
 
 def _verdict_of(ratio: float) -> Verdict:
-    """Returns the verdict on an error, given as a multiple of the original's rounding."""
     if math.isnan(ratio) or ratio > FAULT:
         return Verdict.OTHER
     return Verdict.SAME if ratio <= ROUNDING else Verdict.UNCLEAR
@@ -487,7 +486,6 @@ def _cell(unit: Unit | None) -> dict[str, Any] | None:
 
 
 def _charts(units: Sequence[Unit]) -> list[LineChart]:
-    """Returns a chart of error against depth for each network with more than one block, for the worst block's call."""
     charts = []
     for network in dict.fromkeys(unit.network for unit in units):
         blocks = [unit for unit in units if unit.network == network and unit.kind == "block"]

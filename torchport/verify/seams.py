@@ -24,7 +24,7 @@ from torchport.load.foreign import brief, refusals
 from torchport.save import tree
 from torchport.stages import guiding, outputs
 from torchport.stages.beside import KEPT
-from torchport.stages.family import Stage, Steps
+from torchport.stages.family import Call, Stage, Steps
 from torchport.stages.image import MOMENTS, EncodedVae
 from torchport.stages.replay import Loop
 from torchport.stages.stand_in import NetworkStandIn
@@ -67,14 +67,14 @@ class SchedulerStep:
     calls: list[ConditionCall]
 
 
+@dataclasses.dataclass(eq=False)
 class LoopRecord:
     """The values that a denoising loop passes to the scheduler and the networks, recorded step by step."""
 
-    def __init__(self, chosen: Collection[int]) -> None:
-        self.chosen = chosen  #: Steps, from 0, of which large tensors are kept.
-        self.steps: list[SchedulerStep] = []
-        self.calls: list[ConditionCall] = []
-        self._depth = 0
+    chosen: Collection[int]  #: Steps, from 0, of which large tensors are kept.
+    steps: list[SchedulerStep] = dataclasses.field(default_factory=list)
+    calls: list[ConditionCall] = dataclasses.field(default_factory=list)  #: Since the last step.
+    _depth: int = 0
 
     def copy_of(self, value: Any) -> Any:
         """Returns a copy of a tree; unless this step is chosen, None replaces large tensors."""
@@ -148,32 +148,17 @@ def _schedulers() -> list[Any]:
     return classes
 
 
-class _MadeUpNetwork:
-    """Replaces a network: returns random outputs, and records its inputs.
+@dataclasses.dataclass(eq=False)
+class _MadeUpNetwork(Call):
+    """Replaces a network: returns random outputs, and records its inputs."""
 
-    Args:
-        template: An output of the network, [B, ...]: a tensor, or a tuple of tensors.
-        embeddings: The embeddings of both prompts; a row of inputs belongs to the prompt with the nearest embeddings.
-        is_port: Whether it is called like a compiled program: all conditions in one batch, without masked tokens.
-    """
-
-    def __init__(
-        self,
-        network: str,
-        template: Any,
-        embeddings: Mapping[str, torch.Tensor],
-        record: LoopRecord,
-        is_port: bool,
-    ) -> None:
-        self.network = network
-        self.template = template
-        self.embeddings = embeddings
-        self.record = record
-        self.batches = self.drops = is_port
-
-    def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs as they are, where a compiled network would move them to the devices."""
-        return inputs
+    network: str
+    template: Any  #: An output of the network, [B, ...]: a tensor, or a tuple of tensors.
+    #: The embeddings of both prompts; a row of inputs belongs to the prompt with the nearest embeddings.
+    embeddings: Mapping[str, torch.Tensor]
+    record: LoopRecord
+    batches: bool  #: As of a compiled program; for the original, neither.
+    drops: bool
 
     def __call__(self, **inputs: Any) -> Any:
         """Returns random outputs [B, ...], a row for each condition; equal in port and original."""
@@ -378,7 +363,7 @@ def _encoded_original(
     """Returns the original's record after encoding, with the yardstick of encoders that the port has on the devices."""
     side = SideRecord({}, {}, loop)
     for stage in encoding_stages(task):
-        values = _encoded(task, stage, folder) if encoded is None else encoded[stage.name]
+        values = encode(task, stage, folder) if encoded is None else encoded[stage.name]
         if task.original and task.job.encode == "devices" and stage.name == "encode":
             side = dataclasses.replace(side, yardstick=encoders.yardstick_of(task, stage, folder, values))
         if stage.network is None:
@@ -405,12 +390,13 @@ def _encoded_port(
             values, modules = encoders.encoded(task, stage, folder, reference.yardstick)
             side.modules.extend(modules)
         else:
-            values = _encoded(task, stage, folder) if encoded is None else encoded[stage.name]
+            values = encode(task, stage, folder) if encoded is None else encoded[stage.name]
         side.encoded[stage.name] = values
     return side
 
 
-def _encoded(task: Task, stage: Stage, folder: Path) -> dict[str, torch.Tensor]:
+def encode(task: Task, stage: Stage, folder: Path) -> dict[str, torch.Tensor]:
+    """Runs an encoding stage on the host, under its patches, and returns its outputs."""
     with patch.applied(task.patches([stage]), stage=stage.name):
         parts = _loaded(task, stage, folder)
         call = None if stage.network is None else network.eager(task, stage, parts, folder)
@@ -422,7 +408,10 @@ def _denoise(
 ) -> None:
     """Takes all denoising steps, with made-up outputs shaped as `templates`; fills `record`."""
     is_port = not task.original
-    calls = {name: _MadeUpNetwork(name, template, inputs, record, is_port) for name, template in templates.items()}
+    calls = {
+        name: _MadeUpNetwork(name, template, inputs, record, batches=is_port, drops=is_port)
+        for name, template in templates.items()
+    }
     stage_inputs = {**inputs, **task.noise(task.denoising[0])}
     if task.original and _has_upstream_loop(task):
         with patch.applied(task.patches(task.denoising)):

@@ -358,7 +358,6 @@ def with_effects(units: Units, measured: list[MeasuredUnit]) -> list[MeasuredUni
 
 
 def _mark_behind(measured: MeasuredUnit) -> MeasuredUnit:
-    """Marks a unit as one behind the first fault, whose effect is not measured, and returns it."""
     measured.unit = dataclasses.replace(measured.unit, effect=None, is_behind=True)
     return measured
 

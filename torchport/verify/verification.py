@@ -156,13 +156,15 @@ def capture_original(request: Request, options: Options, folder: Path, limit: in
 
 def _call(function: str, *arguments: Any, stop: threading.Event | None = None) -> Any:
     """Calls a function of this package, named as `module:function`, in a new process; returns its result."""
-
-    def ended(end: child.Ended) -> MachineError:
-        remedy = SMALLER if end.code < 0 else "Report this, with what `torchport -v verify` prints"
-        return MachineError(f"torchport.verify.{function}", f"Its process {end}", remedy)
-
-    environment = {"PYTHONWARNINGS": "ignore"}
-    return child.call(f"torchport.verify.{function}", *arguments, ended=ended, environment=environment, stop=stop)
+    report = "Report this, with what `torchport -v verify` prints"
+    name = f"torchport.verify.{function}"
+    return child.call(
+        name,
+        *arguments,
+        ended=lambda end: MachineError(name, f"Its process {end}", SMALLER if end.code < 0 else report),
+        environment={"PYTHONWARNINGS": "ignore"},
+        stop=stop,
+    )
 
 
 @contextlib.contextmanager

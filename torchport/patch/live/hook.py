@@ -90,7 +90,6 @@ def _windows(name: str) -> list[Window]:
 
 @contextlib.contextmanager
 def _open_windows(name: str) -> Iterator[None]:
-    """Opens the contexts of a module and of its packages while the module executes."""
     with contextlib.ExitStack() as stack:
         for window in _windows(name):
             stack.enter_context(window())

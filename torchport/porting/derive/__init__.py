@@ -188,44 +188,39 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
 def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
     """Returns the field `call` of a card: the roles of components, `encode_prompt`, and arguments of the pipeline."""
     cls = trial.cls
-    parts = trial.configurations.parts
     roles = _roles(trial, observed)
     takes = inspect.signature(cls.__call__).parameters
     network = roles["network"][0]
-    before = roles["before"]
     encoders = roles["encoders"]
     sound = roles["sound"]
     call: dict[str, Any] = {
         "network": network,
         "encoders": encoders,
-        **_encoding(trial, observed, network, before),
+        **_encoding(trial, observed, network, roles["before"]),
     }
-    loop_calls = [loop_call for loop_call in observed.calls if loop_call.network == network]
     if not sound:
+        loop_calls = [loop_call for loop_call in observed.calls if loop_call.network == network]
         call |= _conditions(call["embeddings"], loop_calls, observed)
-    call |= {role: roles[role] for role in ("before", "processors") if roles[role]}
-    if trial.answers:
-        call |= {"answers": True}
-    if not trial.answers and _asks(trial, observed, encoders):
-        call |= {"asks": True}
-    if "guider" in parts:
-        call |= {"guider": True}
-    if observed.changes_decoded:
-        call |= {"host": ["vae"]}
-    if sound:
-        call |= {"sound": {"parts": sound, "rate": _rate(trial, sound)}}
-    call["settings"] = {name: field for field, names in ARGUMENTS.items() for name in names if name in takes}
+    settings = {name: field for field, names in ARGUMENTS.items() for name in names if name in takes}
     scale = guidance_argument(takes)
-    call["settings"] |= {} if scale is None else {scale: "guidance_scale"}
-    constants = constants_of(takes)
-    if constants:
-        call |= {"constants": constants}
-    init = {**absent_parts(cls), **plain_arguments(cls)}
-    if init:
-        call |= {"init": init}
-    if trial.image is not None:
-        call |= {"image": trial.image}
-    return call | ({"edits": True} if trial.edits else {})
+    if scale is not None:
+        settings[scale] = "guidance_scale"
+    fields = {
+        "before": roles["before"],
+        "processors": roles["processors"],
+        "answers": trial.answers,
+        "asks": not trial.answers and _asks(trial, observed, encoders),
+        "guider": "guider" in trial.configurations.parts,
+        "host": ["vae"] if observed.changes_decoded else None,
+        "sound": {"parts": sound, "rate": _rate(trial, sound)} if sound else None,
+        "settings": settings,
+        "constants": constants_of(takes),
+        "init": {**absent_parts(cls), **plain_arguments(cls)},
+        "image": trial.image,
+        "edits": trial.edits,
+    }
+    # A card leaves out a field that says nothing; `settings` it has in any case.
+    return call | {name: value for name, value in fields.items() if value or name == "settings"}
 
 
 def _roles(trial: PipelineTrial, observed: Observed) -> dict[str, list[str]]:

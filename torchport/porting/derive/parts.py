@@ -85,7 +85,6 @@ _DISTRIBUTIONS = {"onnx": "onnxruntime", "opencv": "opencv-python"}
 
 
 def _check_packages(cls: Any, what: str, place: str) -> None:
-    """Refuses a class of diffusers or transformers that needs a package which is not installed."""
     needed = list(getattr(cls, "_backends", ()))  # of the class in place of a class that cannot be imported
     # A processor of transformers lists its parts.
     if not needed and "video_processor" in getattr(cls, "get_attributes", list)():

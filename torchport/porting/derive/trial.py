@@ -150,7 +150,7 @@ class PipelineTrial:
             texts = dict.fromkeys(arguments.keys() & {"prompt", "negative_prompt"})
             if embeddings is None:
                 calls = [tuple(values) for values in (observed.embeddings, observed.negative) if values]
-                pipe.encode_prompt = EncodePrompt(pipe.encode_prompt, self.place, calls, None)
+                pipe.encode_prompt = EncodePrompt(pipe.encode_prompt, self.place, calls)
                 texts, embeddings = dict.fromkeys(texts, "any"), {}
             with reading(
                 BadValueError, self.place, f"'{self.cls.__name__}' does not take its own embeddings", OTHER_LOOP

@@ -25,7 +25,7 @@ from torchport.patch.declared import Entry
 from torchport.patch.declared.reading import LOCK, read_file
 from torchport.patch.source import checks, drift, proposal
 from torchport.porting.draft.home import Home, Piece
-from torchport.porting.draft.target_source import Target, check_name, find, folder_of, parameters
+from torchport.porting.draft.target_source import Target, check_name, find, folders_of, parameters
 from torchport.source import parsing
 from torchport.source.bindings import Function
 from torchport.source.parsing import is_there, read_source
@@ -373,8 +373,8 @@ def _checked(request: PatchDraftRequest, drafted: Draft, home: Home, file: str, 
 def upstreams(request: PatchDraftRequest, checkout: Path | None) -> list[Path]:
     """Returns the folders of upstream's source, the checkout among them, where no draft may be written."""
     modules = [request.target.partition(":")[0], *request.importers]
-    folders = [folder_of(module) for module in modules if module.partition(".")[0] != "torch"]
-    return [*([checkout] if checkout else []), *(folder for folder in folders if folder is not None)]
+    others = [module for module in modules if module.partition(".")[0] != "torch"]
+    return [*([checkout] if checkout else []), *folders_of(others)]
 
 
 ORIGINAL = "original"

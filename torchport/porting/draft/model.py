@@ -21,7 +21,7 @@ from torchport.files.folder import as_named
 from torchport.patch.source import proposal
 from torchport.porting.draft import name_of
 from torchport.porting.draft.home import Home, Piece
-from torchport.porting.draft.target_source import Target, find, folder_of, is_literal
+from torchport.porting.draft.target_source import Target, find, folders_of, is_literal
 from torchport.source import parsing
 from torchport.source.bindings import STARRED, Function, parameters
 from torchport.source.names import Classes, definition
@@ -218,8 +218,8 @@ def write(request: ModelDraftRequest, home: Home, checkout: Path | None) -> list
 
 def upstreams(request: ModelDraftRequest, checkout: Path | None) -> list[Path]:
     """Returns the folders of upstream's source, where no draft may be written."""
-    folders = [folder_of(re.split(r"[=:]", entry)[-2]) for entry in request.entries if ":" in entry]
-    return [*([checkout] if checkout else []), *(folder for folder in folders if folder is not None)]
+    modules = [re.split(r"[=:]", entry)[-2] for entry in request.entries if ":" in entry]
+    return [*([checkout] if checkout else []), *folders_of(modules)]
 
 
 def _left_to_fill_in(request: ModelDraftRequest, components: Sequence[Part], card_text: str) -> list[str]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import copy
 import dataclasses
 import re
-from inspect import Parameter, Signature
+from collections.abc import Iterable
+from inspect import Parameter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torchport.config.checkout import below_src
 from torchport.errors import AliasError, BadValueError, TargetError, nearest
 from torchport.patch.source import proposal
-from torchport.source.bindings import POSITIONAL, Function, definitions, in_scope
+from torchport.source.bindings import Function, definitions, in_scope
 from torchport.source.bindings import parameters as written
 from torchport.source.parsing import SourceFile, is_there, package_folder, read_source
 
@@ -71,13 +74,16 @@ def check_name(target: str, place: str) -> None:
         raise BadValueError(place, fact, "Write package.module:function, or package.module:Class.method")
 
 
-def folder_of(module: str) -> Path | None:
-    """Returns the folder of a module's top-level package, or its file. None if there is no such source."""
-    try:
-        source = read_source(module)
-    except ModuleNotFoundError:
-        return None
-    return None if source is None else package_folder(source)
+def folders_of(modules: Iterable[str]) -> list[Path]:
+    """Returns the folders of modules' top-level packages, or their files; none for a module without such a source."""
+    folders = []
+    for module in modules:
+        with contextlib.suppress(ModuleNotFoundError):
+            source = read_source(module)
+            folder = None if source is None else package_folder(source)
+            if folder is not None:
+                folders.append(folder)
+    return folders
 
 
 def find(target: str, place: str) -> Target:
@@ -189,33 +195,22 @@ class Parameters:
     unknown: list[str]  #: Those whose default is no literal, as `mode=DEFAULT`.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Default:
-    """A default in a signature, which is printed as its text."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-
 def parameters(node: Function, before: str | None = None) -> Parameters:
     """Returns a function's parameters as text and names; the text has a parameter `before` in front if it is given."""
     in_source = written(node)
-    kinds = [parameter.kind for parameter in in_source if parameter.kind in POSITIONAL]
-    kind = kinds[0] if kinds else Parameter.POSITIONAL_OR_KEYWORD  # no other kind may stand in front
-    result = [Parameter(before, kind)] if before is not None else []
-    unknown = []
-    for parameter in in_source:
-        default: Any = Parameter.empty
-        if parameter.default is not None:
-            text = ast.unparse(parameter.default)
-            default = _Default(text if is_literal(parameter.default) else "...")
-            if not is_literal(parameter.default):
-                unknown.append(f"{parameter.name}={text}")
-        result.append(Parameter(parameter.name, parameter.kind, default=default))
     names = [f"{_STARS.get(parameter.kind, '')}{parameter.name}" for parameter in in_source]
-    return Parameters(str(Signature(result))[1:-1], names, unknown)
+    defaults = [(parameter.name, parameter.default) for parameter in in_source if parameter.default is not None]
+    unknown = [f"{name}={ast.unparse(default)}" for name, default in defaults if not is_literal(default)]
+    shown = copy.deepcopy(node.args)
+    for argument in ast.walk(shown):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    no_literal = ast.Constant(...)
+    shown.defaults = [default if is_literal(default) else no_literal for default in shown.defaults]
+    shown.kw_defaults = [each if each is None or is_literal(each) else no_literal for each in shown.kw_defaults]
+    if before is not None:
+        (shown.posonlyargs or shown.args).insert(0, ast.arg(before))
+    return Parameters(ast.unparse(shown), names, unknown)
 
 
 def is_literal(node: ast.expr) -> bool:

@@ -109,13 +109,13 @@ def _jumps(statements: list[ast.stmt]) -> bool:
     return both or isinstance(last, _JUMPS)
 
 
+@dataclasses.dataclass(eq=False)
 class _Walk:
     """Lists what statements and expressions do as events, each with the conditions around it (`guards`)."""
 
-    def __init__(self, events: list[Event]) -> None:
-        self.events = events
-        self.guards: Guards = ()
-        self.loop = False
+    events: list[Event]
+    guards: Guards = ()
+    loop: bool = False
 
     def _note(self, act: Act, node: ast.AST, value: ast.expr | None = None, loops_over: bool = False) -> None:
         self.events.append(Event(act, node, self.guards, self.loop, (), value, loops_over))

@@ -41,17 +41,18 @@ class Constant:
     bytes: int
 
 
+@dataclasses.dataclass(eq=False)
 class Notes:
     """Collects stoppers and constants, each place once."""
 
-    def __init__(self, owners: Owners) -> None:
-        self.owners = owners
-        self.stage = ""
-        #: Whether the network is being lowered. It is called on shapes alone before, and that is no second time.
-        self.lowers = False
-        self._met_lowered: dict[tuple[str, str], bool] = {}  # whether it was lowered when the place was met first
-        self.stoppers: dict[tuple[str, str], Stopper] = {}
-        self.constants: dict[tuple[str, str, tuple[int, ...]], Constant] = {}
+    owners: Owners
+    stage: str = ""
+    #: Whether the network is being lowered. It is called on shapes alone before, and that is no second time.
+    lowers: bool = False
+    stoppers: dict[tuple[str, str], Stopper] = dataclasses.field(default_factory=dict)
+    constants: dict[tuple[str, str, tuple[int, ...]], Constant] = dataclasses.field(default_factory=dict)
+    #: Whether the network was lowered when a place was met first.
+    _met_lowered: dict[tuple[str, str], bool] = dataclasses.field(default_factory=dict)
 
     def record(self, error: BaseException, assumed: str, made: str | None = None) -> None:
         """Notes an exception as a stopper, or counts the stopper at its place. Raises the exception if no frame of the
