@@ -117,7 +117,11 @@ def report_of(
         report.extend(static_check.check_cards(pack, models))
     cards = [card for card, _ in static_check.read_cards(pack, models or pack.models(), Report())]
     if models:
-        names = [*names, *_names_of_stages(pack, stage_patches(pack, cards))]
+        known = patch.upstreams(pack.folders)
+        stages = stage_patches(pack, cards)
+        # A name that the pack lacks is a finding of the card already.
+        more = dict.fromkeys(name for stage in stages for name in stage.names if name.partition("/")[0] in known)
+        names = [*names, *more]
     chosen: tuple[Path, ...] | None = None
     if not names and not models:
         chosen = tuple(lower.patches for lower in pack.checked)
@@ -131,13 +135,6 @@ def report_of(
     count_calls = None if model is None else functools.partial(_not_called_by, pack, model, upstream_path)
     report.extend(check(pack.folders, names, checkout, count_calls, stage_patches(pack, cards), chosen))
     return report
-
-
-def _names_of_stages(pack: Pack, stages: Iterable[StagePatches]) -> list[str]:
-    """Returns the names of stages' patches; a name that the pack lacks is a finding of the card already."""
-    known = patch.upstreams(pack.folders)
-    names = dict.fromkeys(name for stage in stages for name in stage.names)
-    return [name for name in names if name.partition("/")[0] in known]
 
 
 def stage_patches(pack: Pack, cards: Iterable[Card]) -> list[StagePatches]:

@@ -71,11 +71,7 @@ def command(**given: Any) -> None:
 
 
 def answer(request: Request, flags: PlanFlags, line: str) -> terminal.Answer:
-    """Returns the plan or the sweep; with --report, also writes the HTML page, which shows the command `line`.
-
-    Raises:
-        BadValueError: A flag for one plan is given with --sweep, or --jobs without it.
-    """
+    """Returns the plan or the sweep; with --report, also writes the HTML page, which shows the command `line`."""
     if flags.file is not None:
         folder.check_writable("--report", flags.file)
     if flags.sweep and flags.strategy is not None:

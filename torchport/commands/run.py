@@ -136,11 +136,7 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
 
 
 def _make_series(file: Path, request: Request, together: int | None, quiet: bool, cluster: Cluster | None) -> int:
-    """Makes a video for each line of a file, prints a table of them, and returns the exit code: 1 if one failed.
-
-    Raises:
-        BadValueError: There is no --out, or a flag does not go with --prompts.
-    """
+    """Makes a video for each line of a file, prints a table of them, and returns the exit code: 1 if one failed."""
     from torchport.processes import hosts
     from torchport.run import series
 

@@ -370,7 +370,8 @@ def compiled(
         record: Is called with each call of attention while it is traced; see `dispatch.Context`.
     """
     name, rules = str(stage.network), of_task(task, str(stage.network))
-    bounds, jit = _score_bounds(rules, weights), task.request.execution.jit
+    bounds = _score_bounds(rules, weights)
+    jit = task.request.execution.jit
     cache = step_cache_of(task, stage)
     # Without jit operators run one by one, to find NaN. A stack would be one scan, which hides the values in its
     # blocks.

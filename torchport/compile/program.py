@@ -302,10 +302,6 @@ class Compiled:
             output = stage_outputs(output, self.network.outputs, self.network.name)
             return converted(output, engine.constant)
 
-        def as_input(path: str, array: jax.Array) -> Any:
-            """Returns an output, sharded by the rule of the input that it becomes in a later call."""
-            return jax.lax.with_sharding_constraint(array, self._sharding(path, array))
-
         def program(weights: dict[str, jax.Array], inputs: dict[str, Any], caches: dict[str, Any]) -> Any:
             """Calls `forward` on JAX arrays, and shards the outputs that later calls take as inputs."""
             output = engine.call_torch(forward, weights, {**inputs, **caches})
@@ -314,7 +310,10 @@ class Compiled:
             named = dict(zip(self.network.outputs, output, strict=True))
             for name in (name for name in self.network.keeps if name not in self.network.free):
                 names.extend(leaves({name: named[name]}))
-                named[name] = map_leaves(as_input, name, named[name])
+                named[name] = map_leaves(
+                    lambda path, array: jax.lax.with_sharding_constraint(array, self._sharding(path, array)),
+                    *(name, named[name]),
+                )
             return tuple(named.values())
 
         return program

@@ -132,7 +132,8 @@ def _set_data(tensor: Any, value: torch.Tensor) -> None:
     strides are equal, or if the tensor is the caller's.
     """
     dispatch = tensor._env.dispatch
-    value, whose = dispatch.with_values(value), dispatch._memory(tensor).whose
+    value = dispatch.with_values(value)
+    whose = dispatch._memory(tensor).whose
     if whose or (tensor.shape, tensor.dtype, tensor.stride()) != (value.shape, value.dtype, value.stride()):
         how = f"gives {whose or 'a tensor'} the memory of another one"
         raise DiffersError("Tensor.data", how, "Write the values with copy_()")

@@ -76,9 +76,6 @@ def check_trusted(path: Path) -> None:
         path: A folder that exists. It, and everything directly in it, must be this user's and writable by nobody else.
             A folder or link above it may belong to the superuser. The user's own private group may write there, and
             anybody may if the sticky bit is set (`/tmp`).
-
-    Raises:
-        BadValueError: Others can write to it or to a folder above, or own something here.
     """
     for part in {**dict.fromkeys(_ancestors(path)), **dict.fromkeys(_ancestors(path.resolve()))}:
         _check_above(part, part.lstat())

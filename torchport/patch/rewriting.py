@@ -186,10 +186,6 @@ def edit(
         line: A line of the function in the file.
         find: Finds the function in a syntax tree that has only the top-level statement around the function.
         home: The file's text before other rewrites, which has the same lines; by default `text`.
-
-    Raises:
-        RewriteError: The run is not there exactly `times` times, or cannot be replaced safely.
-        ConflictError: The run contains what another patch put there.
     """
     rewrite, lines = entry.rewrite, text.encode().splitlines(keepends=True)
     assert rewrite is not None

@@ -236,7 +236,8 @@ def communication_seconds(sent: Sequence[Collective], chip: Chip) -> float:
 
 
 def _attention(task: Task, call: dispatch.Traced) -> Attention:
-    chip, split = task.machine.require_tpu(), math.prod(task.job.mesh.values())
+    chip = task.machine.require_tpu()
+    split = math.prod(task.job.mesh.values())
     # Two products, q k^T and p v, each with a multiply and an add.
     flops = 4 * call.batch * call.heads * call.queries * call.keys * call.head_size // split
     sizes = dataclasses.asdict(call) | {"flops_per_device": flops}

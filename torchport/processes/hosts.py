@@ -321,7 +321,8 @@ class Watch:
 
     def settle(self) -> None:
         """Waits for two new signs of life of all others. If one gives none, the watching thread ends this process."""
-        before, limit = dict(self.counts), time.monotonic() + 2 * SILENCE
+        before = dict(self.counts)
+        limit = time.monotonic() + 2 * SILENCE
         # Two, since the first may be the last sign of a dead process, not read before.
         while any(self.counts[number] < before[number] + 2 for number in before) and time.monotonic() < limit:
             time.sleep(POLL / 10)
@@ -356,7 +357,8 @@ class Watch:
         """Publishes a sign of life and looks at the other processes, every second, until this process is over."""
         import jax
 
-        client, key = self.state.client, f"{KEYS}{self.state.process_id}"
+        client = self.state.client
+        key = f"{KEYS}{self.state.process_id}"
         for beat in itertools.count():
             # If the service does not answer, JAX aborts this process: `_abort_handler`.
             with contextlib.suppress(jax.errors.JaxRuntimeError):

@@ -184,7 +184,8 @@ def _difference(
     """Returns the first setting in which the run of an artefact differs from this run, or None. A difference is the
     key, the artefact's value, and this run's value: `("steps", 50, 30)`.
     """
-    rounds, job = () if task.original else ROUNDS, task.job.model_dump()
+    rounds = () if task.original else ROUNDS
+    job = task.job.model_dump()
     earlier = {**manifest.settings, "backend": manifest.backend, **{key: manifest.config.get(key) for key in rounds}}
     current = {**task.manifest_settings(stage), "backend": task.request.backend, **{key: job[key] for key in rounds}}
     earlier |= {"jit": manifest.jit, "xla flags": manifest.xla_flags and manifest.xla_flags.model_dump()}

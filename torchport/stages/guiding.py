@@ -83,11 +83,7 @@ def _reason(cls: Any, base: Any) -> str | None:
 
 
 def counts(guider: Any, steps: int, place: str = "guider") -> set[int]:
-    """Returns how many conditions a guider asks for in its steps, `{1, 2}`, by running it on a tiny random video.
-
-    Raises:
-        BadValueError: It cannot combine predictions of a video, which have five dims, or not with its arguments.
-    """
+    """Returns how many conditions a guider asks for in its steps, `{1, 2}`, by running it on a tiny random video."""
     numbers, generator = set(), torch.Generator().manual_seed(0)
     fact = f"'{type(guider).__name__}' {NO_VIDEO}"
     with reading(BadValueError, place, fact, "Mend its arguments, or take another"):

@@ -113,9 +113,6 @@ def _port_returns(
     call, parts = compiled_network(task, stage, folder)
     counts_before: dict[str, dict[str, int]] = {}
 
-    def count_patches(path: str, *_: Any) -> None:
-        counts_before[path] = call_counts(ledger)
-
     def store(path: str, array: Any) -> None:
         returned[path].append(sampled(shard.to_torch(array)))
 
@@ -128,7 +125,7 @@ def _port_returns(
 
     modules = _inner_modules(network.module_of(stage, parts))
     for path, module in modules.items():
-        module.register_forward_pre_hook(functools.partial(count_patches, path))
+        module.register_forward_pre_hook(lambda *_, path=path: counts_before.update({path: call_counts(ledger)}))
     with outputs_kept(modules, keep):
         stage.run(parts, call, task.settings, Steps(), **latents)
     jax.effects_barrier()  # the callbacks have run then

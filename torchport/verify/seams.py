@@ -228,7 +228,8 @@ def _run_upstream(
     if task.card.call is None:
         _run_pipeline(task, parts, calls, inputs, _UpstreamLoop(parts["scheduler"], generator))
         return
-    place, text_encoders = task.card_document.place(["call"]), task.card.text_encoders
+    place = task.card_document.place(["call"])
+    text_encoders = task.card.text_encoders
     upstream = UpstreamPipeline(str(task.card.pipeline), task.card.call, place, text_encoders)
     loop = _UpstreamLoop(parts["scheduler"], generator, latents=upstream.latents)
     moments = {name: value for name, value in inputs.items() if name.startswith(MOMENTS)}

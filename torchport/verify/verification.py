@@ -186,11 +186,7 @@ def _with_floor(verification: Verification, request: Request, words: str, file: 
 
 
 def _on_mesh(task: Task, mesh: str) -> Request:
-    """Returns a task's request with another mesh, such as `dp=1,tp=4`.
-
-    Raises:
-        BadValueError: The text is no mesh, or the job cannot run on that mesh.
-    """
+    """Returns a task's request with another mesh, such as `dp=1,tp=4`."""
     parts = [part.partition("=") for part in mesh.split(",")]  # ("dp", "=", "1")
     sizes = {axis: size for axis, _, size in parts}
     if len(sizes) < len(parts) or not all(re.fullmatch(r"[a-z]\w*=[1-9]\d{0,5}", "".join(part)) for part in parts):

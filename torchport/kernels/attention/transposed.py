@@ -117,7 +117,8 @@ def side_by_side(
 def _pallas_call(plan: Plan, q_BSF: jax.Array, vmem_bytes: int, interpret: bool) -> Callable[..., jax.Array]:
     """Returns the kernel as a function of lengths, the scales of scores in eight bits, q, all keys and all values."""
     (batch, queries, _), groups, block_q = q_BSF.shape, plan.groups, plan.tile.block_q
-    hbm, is_int8 = pl.BlockSpec(memory_space=pl.ANY), plan.scores is not None
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    is_int8 = plan.scores is not None
     block = pl.BlockSpec((None, block_q, plan.width), lambda r, i, _: (lax.div(r, groups), i, lax.rem(r, groups)))
     scales = [pl.BlockSpec((None, 1, block_q), lambda r, i, _: (r, 0, i))] if is_int8 else []
     call: Callable[..., jax.Array] = pl.pallas_call(

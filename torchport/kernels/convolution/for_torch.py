@@ -145,8 +145,11 @@ def conv3d(
         still: Whether the padding before the first frame repeats this frame; otherwise it is 0. None: as `edges`.
         zoom: How often rows and columns of x are repeated first: nearest-neighbour upsampling.
     """
-    still, taps = edges if still is None else still, weight_DCTHW.shape[2]
-    lead = None if still or taps == 1 or _has_no_lead(x_BCTHW) else _lead(x_BCTHW)
+    still = edges if still is None else still
+    taps = weight_DCTHW.shape[2]
+    form, padded = canvas.current(), not still and taps > 1
+    has_lead = padded and form is not canvas.NONE and form.lead_of(_frames_in_all(x_BCTHW)) != 0
+    lead = _lead(x_BCTHW) if has_lead else None
     if not engine.is_traced(x_BCTHW):
         x = x_BCTHW
         if scaling is not None:
@@ -183,12 +186,6 @@ def _repeated(small: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
     for dim in (3, 4):
         small = small.repeat_interleave(large.shape[dim] // small.shape[dim], dim)
     return small
-
-
-def _has_no_lead(x_BCTHW: torch.Tensor) -> bool:
-    """Returns whether a video has no frames of padding before its first frame."""
-    form = canvas.current()
-    return form is canvas.NONE or form.lead_of(_frames_in_all(x_BCTHW)) == 0
 
 
 def unfolded(

@@ -561,7 +561,8 @@ def trips(conv: Conv) -> tuple[int, ...]:
 
 def moved(conv: Conv) -> int:
     """Returns the bytes that a call reads from HBM and writes there."""
-    size, positions = jnp.dtype(conv.dtype).itemsize, conv.height * conv.width
+    size = jnp.dtype(conv.dtype).itemsize
+    positions = conv.height * conv.width
     blocks = conv.phases * conv.blocks
     inputs = blocks * positions * conv.frames * conv.inputs * size
     if conv.scaled:

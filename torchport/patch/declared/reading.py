@@ -46,11 +46,6 @@ def read(folders: Folders, names: Sequence[str], home: Path | None = None) -> li
         names: `upstream` for every file of that folder, `upstream/file` for one file.
         home: The folder of `folders` in which, and in those under it, the names are looked up; by default in all.
             Of the folders above it only the entries are used that override a patch.
-
-    Raises:
-        UnknownNameError: No such folder or file.
-        BadValueError: A name or link that leads out of the folder, a file that would never be read, fields that
-            contradict each other, or an entry that overrides nothing.
     """
     stack = stack_of(folders)
     by_id: dict[str, Entry] = {}

@@ -51,7 +51,8 @@ class Stub(types.ModuleType):
         return (type(self.__name__.rpartition(".")[2], (), {"__new__": refuse}),)
 
     def _refusal(self, caller: types.FrameType, how: str) -> StubCalledError:
-        entry, name = self.__dict__["_entry"], caller.f_code.co_qualname
+        entry = self.__dict__["_entry"]
+        name = caller.f_code.co_qualname
         if name == "<module>":
             name = f"what is called there, in {caller.f_globals.get('__name__')}"
         error = StubCalledError(

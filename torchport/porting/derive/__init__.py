@@ -95,9 +95,6 @@ def derived_card(model: str, name: str | None = None) -> tuple[str, str, str]:
     Args:
         model: The pipeline, as `diffusers:MochiPipeline`.
         name: The card's name; by default the pipeline's.
-
-    Raises:
-        BadValueError: No card can be derived, or upstream's code raised what nothing in a trial mends.
     """
     with hushed(True):  # upstream's log warns of small numbers, and of packages that its classes could have
         place = f"--model {model}"
