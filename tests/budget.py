@@ -57,9 +57,14 @@ def matches(identifier, pattern):
     return fnmatch.fnmatchcase(identifier, pattern.replace("[", "[[]"))
 
 
+def file_of(identifier):
+    """Returns the file of a test, by its id or by a pattern."""
+    return identifier.partition("::")[0]
+
+
 def folder_of(identifier):
     """Returns the folder of a test's file below `tests/`, or the file itself where it lies in none."""
-    return "/".join(identifier.split("::")[0].split("/")[:2])
+    return "/".join(file_of(identifier).split("/")[:2])
 
 
 class Budget:
@@ -74,6 +79,7 @@ class Budget:
         self.before_tests = 0.0
         self.mark = 0.0
         self.excess = []
+        self.dead = set()
 
     @property
     def is_default_run(self):
@@ -90,18 +96,20 @@ class Budget:
         Those of patches walk over all objects of their process, so they come before any model is loaded.
         Whole models come next: a long file at the end would run alone.
         """
-        patterns = dict.fromkeys(slow_patterns(), 0)
+        patterns = collections.defaultdict(list)
+        for pattern in slow_patterns():
+            patterns[file_of(pattern)].append(pattern)
+        matched = set()
         for item in items:
-            for pattern in patterns:
-                if matches(item.nodeid, pattern):
-                    patterns[pattern] += 1
-                    item.add_marker(pytest.mark.slow)
-        # Of a file that is collected as a whole, each pattern has to name a test.
-        single = any("::" in argument for argument in self.config.args)
-        files = {item.nodeid.split("::")[0] for item in items}
-        dead = [p for p, count in patterns.items() if not count and p.split("::")[0] in files]
-        if dead and not single:
-            raise pytest.UsageError(f"{SLOW}: these patterns match no test: {', '.join(dead)}")
+            found = [pattern for pattern in patterns.get(file_of(item.nodeid), ()) if matches(item.nodeid, pattern)]
+            if found:
+                item.add_marker(pytest.mark.slow)
+            matched.update(found)
+        # Of a file that is collected as a whole, each pattern has to name a test; a file that is gone has none.
+        part = any("::" in argument for argument in self.config.args) or getattr(self.config.option, "lf", False)
+        files = {file_of(item.nodeid) for item in items} if not part else set()
+        files.update(file for file in patterns if not (self.config.rootpath / file).is_file())
+        self.dead = {p for file in files for p in patterns.get(file, ()) if p not in matched}
         first = ("tests/patch/", "tests/patches/", "tests/commands/test_examples.py", "tests/test_")
         items.sort(key=lambda item: [not item.nodeid.startswith(start) for start in first])
 
@@ -135,17 +143,19 @@ class Budget:
         output = getattr(node, "workeroutput", {})
         self.before_tests += output.get("before_tests", 0.0)
         self.calibrations += output.get("calibrations", [])
+        self.dead.update(output.get("dead", ()))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session):
         """Hands a worker's figures over, or holds the run's total and each test to the budget."""
         if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput.update(before_tests=self.before_tests, calibrations=self.calibrations)
+            figures = {"before_tests": self.before_tests, "calibrations": self.calibrations, "dead": sorted(self.dead)}
+            self.config.workeroutput.update(figures)
             return
         if self.is_default_run and self.seconds:
             self.excess = self.excesses()
-            if self.excess and session.exitstatus == pytest.ExitCode.OK:
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if (self.excess or self.dead) and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def slowness(self):
         """Returns how many times longer this machine takes than the one for which the budget was written."""
@@ -167,6 +177,8 @@ class Budget:
 
     def pytest_terminal_summary(self, terminalreporter):
         """Prints the total by folder, the most expensive tests, and what exceeds the budget."""
+        for pattern in sorted(self.dead):
+            terminalreporter.write_line(f"{SLOW}: this pattern matches no test: {pattern}", red=True)
         if not self.seconds or not (self.is_default_run or self.config.option.budget):
             return
         slowness, write = self.slowness(), terminalreporter.write_line

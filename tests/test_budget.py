@@ -51,12 +51,12 @@ def test_nightly():
 def pytest_of(tmp_path, root):
     """Runs pytest in a project of three tests with a budget; returns its exit code and what it printed."""
 
-    def run(*arguments, budget=1000, limit=1000, exceptions=(), slow="tests/test_a.py::test_nightly"):
+    def run(*arguments, budget=1000, limit=1000, exceptions=(), slow="tests/test_a.py::test_nightly", tests=TESTS):
         (tmp_path / "tests").mkdir(exist_ok=True)
         settings = PROJECT.format(budget=budget, limit=limit, exceptions=list(exceptions))
         (tmp_path / "pyproject.toml").write_text(settings)
         (tmp_path / "tests" / "conftest.py").write_text(CONFTEST)
-        (tmp_path / "tests" / "test_a.py").write_text(TESTS)
+        (tmp_path / "tests" / "test_a.py").write_text(tests)
         (tmp_path / "tests" / "slow.txt").write_text(f"# at night\n{slow}  # why\n")
         environment = {**os.environ, "PYTHONPATH": str(root / "tests"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         command = [sys.executable, "-m", "pytest", *arguments]
@@ -87,9 +87,19 @@ def test_a_total_over_the_budget_fails_a_whole_run_and_no_other(pytest_of):
     assert pytest_of("tests/test_a.py", budget=0.1)[0] == 0
 
 
-def test_a_pattern_that_names_no_test_is_an_error(pytest_of):
-    code, text = pytest_of(slow="tests/test_a.py::test_gone")
-    assert code != 0 and "these patterns match no test: tests/test_a.py::test_gone" in text
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "2")], ids=["one process", "workers"])
+def test_a_pattern_that_names_no_test_or_no_file_fails_the_run(pytest_of, workers):
+    code, text = pytest_of(*workers, "-k", "not nightly", slow="tests/test_a.py::test_gone\ntests/test_gone.py::*")
+    assert code == 1 and "2 passed" in text
+    assert "slow.txt: this pattern matches no test: tests/test_a.py::test_gone" in text
+    assert "slow.txt: this pattern matches no test: tests/test_gone.py::*" in text
+
+
+def test_a_choice_of_a_files_tests_may_leave_a_pattern_without_one(pytest_of):
+    assert pytest_of("tests/test_a.py::test_cheap")[0] == 0
+    pytest_of("-o", "addopts=", "-k", "cheap", tests="def test_cheap(): assert False\ndef test_nightly(): pass")
+    code, text = pytest_of("-o", "addopts=", "--lf")
+    assert code == 0 and "1 passed" in text and "pattern" not in text
 
 
 def test_brackets_in_a_pattern_are_those_of_parameters():
