@@ -155,11 +155,11 @@ def _host_bytes(task: Task, component: str) -> int:
     """Returns the bytes of a component's weights, by the checkpoint's files or else the card; 0 for tiny ones."""
     if task.is_tiny:
         return 0
-    dtype, root = task.settings.dtypes.get(component), checkpoint.described(task.checkpoint, task.card)
+    dtype = task.settings.dtypes.get(component, torch.float16)
+    root = checkpoint.described(task.checkpoint, task.card)
     folder = None if root is None else task.component_folder(root, component)
-    has_weights = folder is not None and any(file.suffix != ".json" for file in folder.glob("*"))
-    if folder is None or dtype is None or not has_weights:
-        return (dtype or torch.float16).itemsize * network.parameters(task, component)
+    if folder is None or not any(folder.glob("*.safetensors")):
+        return dtype.itemsize * network.parameters(task, component)
     return dtype.itemsize * network.layout(task, component).parameters(folder)
 
 
