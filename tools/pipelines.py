@@ -297,7 +297,8 @@ def in_child(name: str, strategies: Sequence[str] = STRATEGIES) -> dict[str, Any
     last = done.stdout.strip().splitlines()[-1:] or [""]
     if done.returncode == 0 and last[0].startswith("{"):
         return dict(json.loads(last[0]))
-    return {"pipeline": name, "refused": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
+    lines = done.stderr.strip().splitlines() or [f"no output, exit code {done.returncode}"]
+    return {"pipeline": name, "refused": lines[-1][:300]}
 
 
 def as_line(found: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -105,11 +106,15 @@ def _value(tensor: Any) -> Any:
 
 
 def _concrete(tensor: Any) -> Any:
-    """Returns a tensor as a JAX array. Known values are no tracer: transformers reads only tensors that have none."""
+    """Returns a tensor as a JAX array. Upstream's code gets no tracer for known values: transformers takes another way
+    for tensors without values. torchax's code gets the array of the program, which has each table once.
+    """
     import jax
 
-    with jax.ensure_compile_time_eval() if is_known(tensor) else contextlib.nullcontext():
-        return _array(tensor._shadow) if is_known(tensor) else tensor._elem
+    if not is_known(tensor) or sys._getframe(1).f_globals["__name__"].startswith("torchax."):
+        return tensor._elem
+    with jax.ensure_compile_time_eval():
+        return _array(tensor._shadow)
 
 
 def _numpy(tensor: Any) -> Any:

@@ -309,9 +309,6 @@ def make(
     Args:
         together: Videos of one shape that go through a stage before the next stage is loaded.
         cluster: The processes that run each video jointly; by default this process alone.
-
-    Raises:
-        StoppedError: Ctrl-C or a signal, after the step in progress.
     """
     task = videos[0].task
     path.prepare(task, cluster)

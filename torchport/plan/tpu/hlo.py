@@ -666,9 +666,6 @@ def _convolution_flops(output: _Array, left: _Array, right: _Array, attributes: 
 
     A multiply and an add are two. Products with padding do not count: HLO has a batched matrix product as a convolution
     along the batch, in which all positions of a window but one are padding.
-
-    Raises:
-        ValueError: The labels of the dims are missing, or do not match the shapes.
     """
     labels = _LABELS.fullmatch(attributes.get("dim_labels", ""))
     if labels is None:
