@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import random
@@ -70,6 +71,11 @@ def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Returns a tensor of small values; those of integers are exact in every sum."""
     values = torch.randn(shape)
     return values.to(dtype) if dtype.is_floating_point or dtype.is_complex else (values * 4).abs().to(dtype)
+
+
+def _filled(fill: Callable[..., Any], x: Any, *given: Any, **options: Any) -> Any:
+    """Returns a tensor of one value on the device of `x`."""
+    return fill(*given, device=x.device, **options)
 
 
 def _positive(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -221,15 +227,13 @@ def _shapes(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("embedding of nothing", functional.embedding, (rows, x[0]))
     yield Sample("take_along_dim", lambda x: torch.take_along_dim(x, x.argsort(-1, stable=True), -1), (x,))
     yield Sample("repeat_interleave", torch.repeat_interleave, (x, torch.tensor([1, 2])), {"dim": 0, "output_size": 3})
-    if dtype != torch.bool and not dtype.is_complex:  # so few of so many that the host, too, sorts all that it finds
+    if dtype != torch.bool and not dtype.is_complex:  # PyTorch leaves the order open; the host sorts 3 of 200
         yield Sample("topk", lambda x: x.topk(3, sorted=False), (torch.randperm(200).to(dtype),))
-    for name, number in (("zeros", ()), ("ones", ()), ("full", (2,))):  # larger than what the engine makes on the host
-        fill = getattr(torch, name)
-        for size in [((257, 256),), (257, 256)] if name != "full" else [((257, 256),)]:
-            yield Sample(
-                name, lambda x, *args, fill=fill: fill(*args, dtype=x.dtype, device=x.device), (x, *size, *number)
-            )
-            yield Sample(name, lambda x, *args, fill=fill: fill(*args, device=x.device), (x, *size, *number))
+    size = 257, 256  # larger than what the engine makes on the host
+    for name, *given in (("zeros", size), ("zeros", *size), ("ones", size), ("ones", *size), ("full", size, 2)):
+        fill = functools.partial(_filled, getattr(torch, name))
+        yield Sample(name, fill, (x, *given), {"dtype": dtype})
+        yield Sample(name, fill, (x, *given))
     for dtype in (torch.uint8, torch.int32, torch.int64, torch.bool):
         yield Sample("cumsum", torch.cumsum, (torch.full((2, 3), 2**30).to(dtype), 1))
         yield Sample("cumprod", torch.cumprod, (torch.full((2, 3), 100).to(dtype), 1))

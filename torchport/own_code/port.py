@@ -83,7 +83,7 @@ def port(
 
 
 def _check_state(module: torch.nn.Module) -> None:
-    """Refuses a module with parts that are ported or scripted, in training mode, or with weights of odd kinds."""
+    """Refuses a module with ported or scripted parts, one in training mode, and weights that no program can take."""
     if any(isinstance(each, Ported) for each in module.modules()):
         raise BadValueError("port", "A part of the module is ported already", "Port the whole, or its parts alone")
     if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
