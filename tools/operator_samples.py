@@ -16,8 +16,8 @@ import numpy
 import torch
 from torch.nn import functional
 
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
-PROMOTED = (*DTYPES, torch.float16, torch.float64, torch.int32, torch.uint8, torch.complex64)
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.int32)
+PROMOTED = (*DTYPES, torch.float64, torch.uint8, torch.complex64)
 SEED = 0
 
 
@@ -98,7 +98,8 @@ BINARY = (
     "remainder",
     "floor_divide",
 )
-WITH_NUMBER = ("add", "sub", "mul", "true_divide", "pow", "eq", "gt", "remainder", "floor_divide")
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+WITH_NUMBER = ("add", "sub", "mul", "true_divide", "pow", "remainder", "floor_divide", "fmod", *COMPARISONS)
 
 
 def promotion(dtype: torch.dtype) -> Iterator[Sample]:
@@ -179,6 +180,7 @@ def _shapes(dtype: torch.dtype) -> Iterator[Sample]:
         "cos": lambda x: x.cos(),
         "sin": lambda x: x.sin(),
         "cumsum": lambda x: x.cumsum(-1),
+        "detach": lambda x: x.detach(),
         "diff": lambda x: x.diff(dim=-1),
         "eq": lambda x: x == x,
         "eq of a number": lambda x: x == 1,
@@ -229,6 +231,9 @@ def _shapes(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("repeat_interleave", torch.repeat_interleave, (x, torch.tensor([1, 2])), {"dim": 0, "output_size": 3})
     if dtype != torch.bool and not dtype.is_complex:  # PyTorch leaves the order open; the host sorts 3 of 200
         yield Sample("topk", lambda x: x.topk(3, sorted=False), (torch.randperm(200).to(dtype),))
+    if dtype != torch.bool and not dtype.is_complex and not dtype.is_floating_point:
+        for name in ("and", "or", "xor", "left_shift", "right_shift"):
+            yield Sample(f"{name} with a number", getattr(torch, f"bitwise_{name}"), (x, 2))
     size = 257, 256  # larger than what the engine makes on the host
     for name, *given in (("zeros", size), ("zeros", *size), ("ones", size), ("ones", *size), ("full", size, 2)):
         fill = functools.partial(_filled, getattr(torch, name))

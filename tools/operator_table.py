@@ -147,7 +147,7 @@ def in_short(data: Mapping[str, Any]) -> str:
     """Returns the table in short, as Markdown: its counts by state and dtype, and what differs by more than a width."""
     titles = "dtype", "operators", "same", "mended", "differ in a form", "of these: in 64-bit types alone"
     lines = [_cells(titles), _cells(["---"] * len(titles))]
-    for dtype in ("any", "float32", "bfloat16", "int64", "bool"):
+    for dtype in ("any", "float32", "bfloat16", "float16", "int64", "int32", "bool"):
         counts = collections.Counter(_state(entry, dtype) for entry in data["operators"].values())
         total = sum(count for kind, count in counts.items() if kind)
         lines.append(

@@ -303,12 +303,6 @@ def native_batch_norm(input, weight, bias, running_mean, running_var, training, 
     return out, mean, inverse
 
 
-def batch_norm_with_update(input, weight, bias, running_mean, running_var, momentum, eps):
-    """Returns a batch normalized, and writes to running statistics."""
-    out = native_batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
-    return *out, torch.empty(0, dtype=torch.uint8, device=input.device)
-
-
 def native_group_norm(input, weight, bias, N, C, HxW, group, eps):
     """Returns an input normalized in groups of channels; of an empty one also the statistics."""
     import jax.numpy as jnp
@@ -380,11 +374,6 @@ def repeat_interleave(repeats, *, output_size=None):
         return (ends <= jnp.arange(output_size)[:, None]).sum(-1, dtype=jnp.int32).astype(jnp.int64)
 
     return engine.call_jax(places, repeats)
-
-
-def contiguous(self, *, memory_format=torch.contiguous_format):
-    """Returns the tensor: an array of JAX has no strides."""
-    return self
 
 
 def sum_dtype(self, dim=None, keepdim=False, *, dtype=None):
@@ -499,13 +488,6 @@ def logit(self, eps=None):
 
     between = self if eps is None else torch.clamp(self, eps, 1 - eps)
     return engine.call_jax(lambda x: jnp.log(x / (1 - x)), between)
-
-
-def exp2(self):
-    """Returns 2 to the power of each value, computed in float32 or wider."""
-    import jax.numpy as jnp
-
-    return engine.call_jax(lambda x: jnp.exp2(x.astype(jnp.promote_types(x.dtype, jnp.float32))), self)
 
 
 def fmod(self, other):

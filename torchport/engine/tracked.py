@@ -48,7 +48,7 @@ _HALVES = {torch.bfloat16, torch.float16}
 _NARROW = {torch.uint8, torch.int8, torch.int16}
 """Dtypes to which PyTorch casts floats so that they wrap around, and JAX so that they saturate."""
 _IN_STEPS = {"_adaptive_avg_pool2d", "_softmax", "_weight_norm_interface", "cumprod", "floor_divide"}
-_IN_STEPS |= {"native_group_norm", "softmax"}
+_IN_STEPS |= {"binary_cross_entropy_with_logits", "dist", "native_group_norm", "softmax"}
 """Operators of several steps that PyTorch computes in float32, beside those that it calls pointwise."""
 _IN_ONE_STEP = {"abs", "add", "clamp", "clone", "div", "masked_fill", "mul", "neg", "relu", "rsub", "sub", "where"}
 """Operators of tensors whose result is rounded once in any case."""
