@@ -97,10 +97,7 @@ class _Slot:
 
 class StepCached:
     """Calls a network under a step cache: some steps compute it in full, the others reuse blocks of an earlier step.
-
-    Args:
-        steps: The denoising loop's. The loop gets `self.steps` in their place, whose saved state has the kept tensors.
-        total: How many denoising steps the job has.
+    The denoising loop gets `self.steps` in place of its own, so that the saved state of a step has the kept tensors.
     """
 
     batches = True
@@ -112,7 +109,8 @@ class StepCached:
         self.cache = cache
         self.total = total
         self.full = frozenset(cache.computed(total))
-        self.step, self.calls = (0, 0) if steps.resume is None else (steps.resume[0], 0)
+        self.step = 0 if steps.resume is None else steps.resume[0]
+        self.calls = 0  #: Of the network, in this step.
         self.slots: list[_Slot] = []
         #: By step, the norm of the kept tensors over their norm in the step before, the mean over tokens and calls
         #: (`calibrate`). A stage that goes on from another stage's steps goes on with its curve, too.
@@ -146,6 +144,7 @@ class StepCached:
         if self.cache.differences:
             reused = _extrapolated(slot.differences, float(self.step - slot.step))
             return self.compiled(**inputs, **{MODE: "reuse", KEPT: reused})[0]
+        # The program may write over the kept tensors that it takes, and returns them for the next call.
         output, slot.differences[0] = self.compiled(**inputs, **{MODE: "reuse", KEPT: slot.differences[0]})
         return output
 
@@ -158,6 +157,7 @@ class StepCached:
         if isinstance(self.cache, Calibrate):
             ratio = 1.0
             if before:
+                # The first tensor that the first stack keeps, in this step and in the step before.
                 arrays = kept[0][0], before[0][0][0]
                 new, old = (jnp.linalg.norm(array.astype(jnp.float32), axis=-1) for array in arrays)
                 ratio = float((new / jnp.maximum(old, 1e-12)).mean())
@@ -174,17 +174,17 @@ class StepCached:
         kept = self.compiled.prepare(**inputs, **{MODE: "full"})[1]
         if len(self.full) < self.total:
             self.compiled.prepare(**inputs, **{MODE: "reuse", KEPT: kept})
-        places = {path: leaf.sharding for path, leaf in leaves({KEPT: kept}).items()}
-        sizes = {path: leaf.shape for path, leaf in leaves({KEPT: kept}).items()}
+        outlines = leaves({KEPT: kept})  # shapes with shardings, by path
         tree = jax.tree_util.tree_structure(kept)
         prefix = f"{self.calls}."
         saved = {key.removeprefix(prefix): t for key, t in self.saved.items() if key.startswith(prefix)}
         differences = []
         for order in range(self.cache.differences + 1):
-            names = [f"{order}.{path}" for path in places]
-            kept_sizes = [saved[name].shape if name in saved else None for name in names]
-            if kept_sizes == [*sizes.values()]:
-                arrays = [shard.to_jax(saved[name], where) for name, where in zip(names, places.values(), strict=True)]
+            names = [f"{order}.{path}" for path in outlines]
+            saved_shapes = [saved[name].shape if name in saved else None for name in names]
+            if saved_shapes == [outline.shape for outline in outlines.values()]:
+                pairs = zip(names, outlines.values(), strict=True)
+                arrays = [shard.to_jax(saved[name], outline.sharding) for name, outline in pairs]
                 differences.append(jax.tree_util.tree_unflatten(tree, arrays))
         self.saved = {key: tensor for key, tensor in self.saved.items() if not key.startswith(prefix)}
         last = max((step for step in self.full if step < self.step), default=-1)
@@ -216,9 +216,11 @@ class StepCached:
         return {STATE + CURVE: torch.tensor(self.curve)} if self.curve else {}
 
 
-@functools.partial(jax.jit, donate_argnums=1)
+@functools.partial(jax.jit, donate_argnames="before")
 def _differences(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:
-    """Returns the finite differences of `kept`, from order 1 on, by those of the step in full `interval` steps ago."""
+    """Returns the finite differences of `kept`, from order 1 on. `before` has the kept tensors and the differences of
+    the step in full `interval` steps ago.
+    """
     rows = [kept]
     for old in before:
         rows.append(jax.tree.map(lambda new, past: ((new - past) / interval).astype(past.dtype), rows[-1], old))

@@ -149,6 +149,7 @@ def culprit(error: BaseException, frames: Sequence[Frame]) -> Frame | None:
     if the fault is torchport's or a library's.
     """
     if is_absence(error):  # whoever imports the absent package is at fault, a library, too
+        # Our import hook lies between an import and its error.
         frames = [frame for frame in frames if not frame.module.startswith("torchport.patch.live")]
         frame = next((frame for frame in reversed(frames) if frame.owner != "engine"), None)
     else:
@@ -193,7 +194,7 @@ def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:
         file = file.rpartition(" in ")[2].removesuffix(">")
     name = re.sub(r"(\.<locals>)?\.<\w+>.*", "", code.co_qualname)  # without comprehensions and lambdas inside it
     owner = _owner(module, file, owners)
-    if owner == "patch" and module.split(".")[1:2] in [[package] for package in ENGINE]:
+    if owner == "patch" and module.removeprefix("torchport_patches.").partition(".")[0] in ENGINE:
         # A patch of torch that only passes a call on, such as the mode of `torch/autocast`, counts as torch's own code.
         passes_on = name.rpartition(".")[2] in HANDS_ON or "original(" in statement
         owner = "engine" if passes_on else owner
@@ -282,12 +283,8 @@ class Failure:
 
 
 def _rewrite(failure: Failure, why: str, deed: str, cure: str) -> Cure:
-    """Returns fact, remedy and patch entry for a statement that a rewrite can replace.
-
-    Args:
-        why: The patch entry's reason.
-        deed: What the statement does, as the predicate of the fact: "calls an operator that torchax cannot lower".
-        cure: How to mend the statement, for the remedy.
+    """Returns fact, remedy and patch entry for a statement that a rewrite can replace. `deed` is the fact's predicate,
+    such as "calls an operator that torchax cannot lower". `cure` says how to mend the statement.
     """
     entry = failure.rewritten(why)
     return f"{failure.frame.caller} {deed}", failure.remedy(cure, entry), entry
@@ -364,8 +361,8 @@ def _absent_package(failure: Failure) -> Cure:
     name = str(getattr(failure.error, "name", None) or "")
     package = name.partition(".")[0]
     if PathFinder.find_spec(package) is not None or package in sys.modules:
-        names = importlib.metadata.packages_distributions().get(package, [])
-        version = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names) or "an unknown version"
+        wheels = importlib.metadata.packages_distributions().get(package, [])
+        version = ", ".join(f"{wheel} {importlib.metadata.version(wheel)}" for wheel in wheels) or "an unknown version"
         fact = f"{failure.frame.caller} takes a name from {package} that it does not have"
         return fact, f"Install a version of {package} that has it; here is {version}", None
     fact = f"{failure.frame.caller} needs the package {package}, and it is not installed"

@@ -102,8 +102,10 @@ def is_hashable(value: Any) -> bool:
 def constant(value: Any) -> tuple[type, Any] | None:
     """Returns the term of a constant, its type and a value to compare: `(int, 3)`; None for any other value."""
     kind = type(value)
+    if kind is torch.device and value.type == "jax":  # of a traced tensor, which is on the host for the caller
+        return kind, torch.device("cpu")
     if kind in _CONSTANTS:
-        return kind, torch.device("cpu") if kind is torch.device and value.type == "jax" else value
+        return kind, value
     if kind is float:
         return kind, value.hex()  # 0.0 is not -0.0, and NaN is NaN
     return (kind, repr(value)) if kind is complex else None
@@ -233,7 +235,7 @@ def fill(thing: Any, new: Mapping[Part, Any]) -> None:
     """Replaces the parts of a node, a mutable object, in place: items or content, attributes, slots; see `parts`."""
     if isinstance(thing, types.CellType):
         del thing.cell_contents
-        for value in new.values():
+        for value in new.values():  # 0 or 1
             thing.cell_contents = value
         return
     if isinstance(thing, numpy.ndarray):
@@ -356,10 +358,8 @@ def _is_still(before: Any, after: Any) -> bool:
 
 def are_alike(left: Any, right: Any, pairs: set[tuple[int, int]]) -> bool:
     """Returns whether two values make the same program: equal constants and tensors, and objects with parts alike.
-
-    Args:
-        pairs: The ids of objects that count as alike; gets the ids of the objects compared here, as they may refer to
-            themselves.
+    `pairs` has the ids of objects that count as alike. It gets those of the objects compared here, as an object may
+    refer to itself.
     """
     if left is right or (id(left), id(right)) in pairs:
         return True
@@ -441,7 +441,7 @@ def holder_of_traced() -> str:
         return ""
     named = reversed([*sys.modules.items()])  # `__main__` has a second name where processes were started
     modules = {id(vars(module)): name for name, module in named if hasattr(module, "__dict__")}
-    known, first = {id(modules)}, ""
+    known, first = {id(modules)}, ""  # known: the objects that were looked at, and the search's own lists and dicts
     # From the tensors outwards: their referrers, the referrers of these, and so on.
     for _ in range(LEVELS):
         known.update(map(id, (things, *things)))
@@ -459,9 +459,7 @@ def holder_of_traced() -> str:
 
 def _named_holder(referrer: Any, things: Sequence[Any], module: str) -> str:
     """Returns, in words, the global or the class of a model that refers to one of `things`; "" if it is neither.
-
-    Args:
-        module: The name of the module whose globals `referrer` is, or "".
+    `module` is the name of the module whose globals `referrer` is, or "".
     """
     if module and not is_of_library(module):
         names = (key for key, value in referrer.items() if any(value is thing for thing in things))

@@ -24,14 +24,11 @@ def in_force(
     task: Task, stages: Sequence[Stage], *, entries: Sequence[patch.Entry] | None = None, explained: bool = True
 ) -> Iterator[patch.Ledger]:
     """Prepares the process for upstream's code while the context lasts: upstream's checkout on `sys.path`, the stages'
-    patches, few logs, float32 as default dtype.
+    patches, few logs, float32 as default dtype. Yields the ledger of the patches.
 
     Args:
         entries: Patches in place of the stages' own: `trace` passes fewer, to show where upstream fails.
         explained: Whether upstream's exceptions become torchport's errors with a line; `trace` needs the exceptions.
-
-    Yields:
-        The ledger of the patches.
     """
     with (
         failure.explained(failure.Owners.of_task(task)) if explained else contextlib.nullcontext(),

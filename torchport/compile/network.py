@@ -110,10 +110,8 @@ def _with_buffers(task: Task, component: str, folder: Path | None) -> torch.nn.M
 
 
 def recipe(task: Task, component: str, folder: Path | None) -> load.Recipe:
-    """Returns how a component is built: from the checkpoint's `config.json`, or from the card.
-
-    Args:
-        folder: The checkpoint's folder; None if it is not on this machine, or not written yet.
+    """Returns how a component is built: from the `config.json` in the checkpoint's `folder`, or from the card. `folder`
+    is None if it is not on this machine, or not written yet.
     """
     card_part, is_tiny = task.card.components[component], task.is_tiny
     if folder is not None and load.records_config(card_part, task.component_folder(folder, component)):
@@ -135,19 +133,16 @@ def maker(task: Task, component: str) -> load.Maker:
 
 def layout(task: Task, component: str, variant: str | None = None, without: Sequence[str] = ()) -> load.Layout:
     """Returns how a component's tensors are stored in its folder, with the job's LoRA files for the component.
-
-    Args:
-        variant: Of the checkpoint; by default the task's.
-        without: Modules of the component whose tensors are not read.
+    `variant` is that of the checkpoint, by default the task's; tensors of the modules `without` are not read.
     """
     card_part, document = task.card.components[component], task.card_document
     variant = variant or task.settings.variant
-    places = [document.place(["components", component, "rename", n]) for n in range(len(card_part.rename))]
-    as_stored = load.layout_of(card_part, task.card.file(component, variant), places)
+    rename_places = [document.place(["components", component, "rename", n]) for n in range(len(card_part.rename))]
+    as_stored = load.layout_of(card_part, task.card.file(component, variant), rename_places)
     files = [load.Lora(expand_home(lora.path), lora.scale) for lora in task.job.lora if lora.component == component]
     path = ["components", task.card.rule_key(component), "lora_names"]
-    places = [document.place([*path, n]) for n in range(len(card_part.lora_names))]
-    loras = load.Loras(component, files, card_part.lora_names, places)
+    lora_places = [document.place([*path, n]) for n in range(len(card_part.lora_names))]
+    loras = load.Loras(component, files, card_part.lora_names, lora_places)
     return dataclasses.replace(as_stored, loras=loras, without=without)
 
 
@@ -290,15 +285,16 @@ def how(stage: Stage, task: Task) -> How:
 
 def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str, WeightRule]:
     """Returns the rule of every parameter and buffer of a stage's prepared network, by name, with the spec that fits.
-    Rules that match only modules of other stages (`Stage.without`) are left out first: they are no dead rules.
+    A rule that matches only modules which this stage never calls (`Stage.without`) is not refused as a dead rule.
     """
     component = str(stage.network)
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
     written = of_task(task, component)
     rules, places = written.as_written.weights, written.places("weights")
     if stage.without:
-        names = [name for name, _ in published(task, component).named_parameters() if is_left_out(stage, name)]
-        used, used_elsewhere = shard.firsts(rules, shapes), shard.firsts(rules, names)
+        left_out = [name for name, _ in published(task, component).named_parameters() if is_left_out(stage, name)]
+        used, used_elsewhere = shard.firsts(rules, shapes), shard.firsts(rules, left_out)
+        # A rule that is used nowhere stays: `match` refuses it.
         numbers = [n for n in range(len(rules)) if n in used or n not in used_elsewhere]
         rules, places = [rules[n] for n in numbers], [places[n] for n in numbers]
     return shard.match(rules, shapes, task.job.mesh, written.place("weights"), places)
@@ -377,21 +373,24 @@ def compiled(
     # blocks.
     stacks = rules.as_written.stacks if task.job.stacked and jit else {}
     call = how(stage, task)
+    outputs, keeps, free = stage.outputs, stage.keeps, frozenset[str]()
     if cache is not None:
         stacks = cached_steps.stacks(cache, stacks)
         call = cached_steps.with_cache(call, cache, name, rules.place("stacks"))
+        # The tensors for later steps are a second output. It stays on the devices, where the compiler puts it.
+        outputs, keeps, free = ("output", cached_steps.KEPT), (cached_steps.KEPT,), frozenset([cached_steps.KEPT])
     network = _network_of(
         module,
         rules,
         weight_rules(task, stage, module),
         stacks=stacks,
         how=call,
-        outputs=stage.outputs if cache is None else ("output", cached_steps.KEPT),
-        keeps=stage.keeps if cache is None else (cached_steps.KEPT,),
-        free=frozenset() if cache is None else frozenset([cached_steps.KEPT]),
+        outputs=outputs,
+        keeps=keeps,
+        free=free,
         strict=task.request.execution.strict,
     )
-    attention = dispatch.Context(task.job.attention, bounds, record)
+    attention = dispatch.Context(task.job.attention, bounds, note=record)
     return program.Compiled(network, weights, mesh, trace=trace, attention=attention, jit=jit)
 
 
@@ -417,31 +416,40 @@ def ported(
         how: The function that calls the module. It returns a tuple of one tree of tensors.
     """
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    sizes, shapes = {axis: mesh.shape[axis] for axis in shard.AXES}, shard.named_shapes(tensors)
-    place, places = rules.place("weights"), rules.places("weights")
-    chosen = shard.match(rules.as_written.weights, shapes, sizes, place, places)
+    shapes = shard.named_shapes(tensors)
+    axis_sizes = {axis: mesh.shape[axis] for axis in shard.AXES}
+    written_at, each_written_at = rules.place("weights"), rules.places("weights")  # for errors
+    rule_of = shard.match(rules.as_written.weights, shapes, axis_sizes, written_at, each_written_at)
     if any(tensor.is_meta for tensor in module.parameters()):  # of a plan
-        weights = {key: shard.shape(x, shard.sharding(chosen[key], mesh)) for key, x in tensors.items()}
+        weights = {key: shard.shape(x, shard.sharding(rule_of[key], mesh)) for key, x in tensors.items()}
     else:
-        weights = shard.place(tensors.items(), chosen, mesh)
+        weights = shard.place(tensors.items(), rule_of, mesh)
     bounds = _score_bounds(rules, weights)
     # The devices have the parameters: the host's memory of these is freed. Tied parameters stay tied.
-    outlines: dict[int, torch.nn.Parameter] = {}
+    on_meta: dict[int, torch.nn.Parameter] = {}  # by the id of the parameter on the host
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 outline = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-                vars(outline).update(vars(parameter))
-                owner._parameters[name] = outlines.setdefault(id(parameter), outline)
-    more: dict[str, Any] = {"stacks": rules.as_written.stacks, "spare": rules.is_of_card, "strict": rules.strict}
-    network = _network_of(module, rules, chosen, how=how, outputs=("output",), **more)
-    return program.Compiled(network, weights, mesh, trace=trace, attention=dispatch.Context(attention, bounds, None))
+                vars(outline).update(vars(parameter))  # the attributes that upstream has set on it
+                owner._parameters[name] = on_meta.setdefault(id(parameter), outline)
+    network = _network_of(
+        module,
+        rules,
+        rule_of,
+        stacks=rules.as_written.stacks,
+        how=how,
+        outputs=("output",),
+        spare=rules.is_of_card,  # a card has rules for inputs that a caller may leave out
+        strict=rules.strict,
+    )
+    return program.Compiled(network, weights, mesh, trace=trace, attention=dispatch.Context(attention, bounds))
 
 
 def _network_of(
-    module: torch.nn.Module, rules: Rules, weights: Mapping[str, WeightRule], **fields: Any
+    module: torch.nn.Module, rules: Rules, rule_of: Mapping[str, WeightRule], **fields: Any
 ) -> program.Network:
-    """Returns a module and its rules as the `Network` to compile, with further fields."""
+    """Returns a module and its rules as the `Network` to compile; `fields` are those that no rules determine."""
     return program.Network(
         module,
         rules.inputs,
@@ -450,7 +458,7 @@ def _network_of(
         places=rules.places("inputs"),
         precision=rules.as_written.precision,
         activations=rules.as_written.activations,
-        gathered=shard.gathered(weights),
+        gathered=shard.gathered(rule_of),
         place_of=rules.place,
         differing=rules.as_written.operators,
         **fields,

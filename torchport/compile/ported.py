@@ -59,9 +59,8 @@ class Ported(torch.nn.Module):
         self.signature = inspect.signature(module.forward)
         self._effects: dict[Any, state.Effects] = {}
         self._outside: dict[Any, list[dict[Any, Any]]] = {}
-        self._memory = {
-            name: b.untyped_storage().data_ptr() for name, b in module.named_buffers(remove_duplicate=False)
-        }
+        buffers = module.named_buffers(remove_duplicate=False)
+        self._memory = {name: buffer.untyped_storage().data_ptr() for name, buffer in buffers}
         self.compiled = network.ported(
             module, module_rules, mesh, how=self._traced, trace=ledger.trace(), attention=attention
         )
@@ -131,10 +130,10 @@ class Ported(torch.nn.Module):
                 bound.setdefault(name, parameter.default)
         unnamed = [p.name for p in self.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
         snapshot = self._state.snapshot_before(bound, unnamed)
-        regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
+        autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
         # The key of the program, beside the shapes of its inputs. Hooks see which arguments are keywords.
-        call: Any = self._state.program_number(snapshot), tuple(regions), (*kwargs,), given_names
-        # And what is read outside of the snapshot: a program is for one state of it.
+        call: Any = self._state.program_number(snapshot), tuple(autocast), (*kwargs,), given_names
+        # Its last part is a number: a program is for one state of what the forward may read outside of the snapshot.
         outside, known = self._state.outside(snapshot), self._outside.setdefault(call, [])
         numbers = (n for n, marks in enumerate(known) if marks.items() <= outside.items())
         call = *call, next(numbers, len(known))
@@ -152,7 +151,7 @@ class Ported(torch.nn.Module):
             return self._call(args, kwargs)  # the tensor of the error is an input from now on
         finally:
             _traced_call.reset(token)
-        # Each rule for inputs must match an input of the first call; later calls may lack optional inputs.
+        # In the first call each rule for inputs had to match an input; later calls may lack optional inputs.
         self.compiled.network = dataclasses.replace(self.compiled.network, spare=True)
         effects = self._effects[call]
         if is_new:
@@ -194,41 +193,31 @@ class Ported(torch.nn.Module):
         if buffer is not None:
             return buffer
         if name not in self._state.lent:
-            weight = torch.nn.Parameter(shard.to_torch(self.compiled.weights[name]), False)
+            weight = torch.nn.Parameter(shard.to_torch(self.compiled.weights[name]), requires_grad=False)
             self._state.lent[name] = weight, weight._version
         return self._state.lent[name][0]
 
     def _traced(self, module: torch.nn.Module, **inputs: Any) -> tuple[tuple[torch.Tensor, ...]]:
-        """Traces the module's forward for the call in `_traced_call`, and notes its effects: the network's `how`.
-
-        Returns:
-            The outputs that are no views, the new values of written inputs, and the new values of buffers.
+        """Traces the module's forward for the call in `_traced_call`, and notes its effects: the network's `how`. It
+        returns outputs that are no views, then the new values of written inputs, then the new values of buffers.
         """
         call, snapshot = inputs.pop(CALL), _traced_call.get()
-        host_inputs = list(snapshot.inputs.values())
-        tensors = [
-            inputs[name] if tensor.is_contiguous() else engine.with_strides(inputs[name], tensor.stride())
-            for name, tensor in snapshot.inputs.items()
-        ]
-        for number, (base, (size, strides, start)) in snapshot.views.items():
-            tensors[number] = tensors[base].view(-1)[start:].as_strided(size, strides)
-        tensors = [tensors[first] for first in snapshot.firsts]
-        for tensor, host_input in zip(tensors, host_inputs, strict=True):
-            vars(tensor).update(vars(host_input))
+        _, _, keywords, given_names, _ = call
+        tensors = self._traced_inputs(snapshot, inputs)
         forms = [(tensor.shape, tensor.stride()) for tensor in tensors]
         traced = {id(tensors[first]): graph.Reference("input", first) for first in snapshot.firsts}
         buffers = {name: buffer for name, buffer in module.named_buffers() if name in self.compiled.weights}
         weights = dict(module.named_parameters()) | buffers
         with self._state.traced_inputs_in_place(snapshot, tensors, weights) as arguments:
             attributes = [engine.attributes(weight) for weight in module.parameters()]
-            # Tensors that the forward may write to: the program returns their new values.
-            shared = snapshot.memory()
-            writable = [tensor for n, tensor in enumerate(tensors) if not state.is_read_only(host_inputs[n])]
+            # The forward may write to these tensors: the program returns their new values.
+            shared, pairs = snapshot.memory(), zip(tensors, snapshot.inputs.values(), strict=True)
+            writable = [tensor for tensor, host_input in pairs if not state.is_read_only(host_input)]
             for name, buffer in buffers.items():
                 if self._shares_no_memory(name) and self._memory[name] not in shared:
                     writable.append(buffer)
-            engine.freeze(writable, "")
-            args, kwargs = self._as_passed(arguments, *call[2:4])
+            engine.freeze(writable, whose="")  # allows writes again
+            args, kwargs = self._as_passed(arguments, keywords, given_names)
             returned = module(*args, **kwargs)
             for number, (tensor, form) in enumerate(zip(tensors, forms, strict=True)):
                 if (tensor.shape, tensor.stride()) != form:
@@ -249,6 +238,21 @@ class Ported(torch.nn.Module):
         outputs = (output for number, output in enumerate(after.outputs) if number not in views)
         return ((*outputs, *(tensors[n] for n in effects.written), *(buffer for *_, buffer in rebound)),)
 
+    def _traced_inputs(self, snapshot: state.Snapshot, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Returns the traced tensors of a snapshot's inputs, with the strides and attributes of the host's.
+        Inputs that are the same tensor, or views of another input, are so among the traced tensors, too.
+        """
+        tensors = [
+            inputs[name] if tensor.is_contiguous() else engine.with_strides(inputs[name], tensor.stride())
+            for name, tensor in snapshot.inputs.items()
+        ]
+        for number, (base, (size, strides, start)) in snapshot.views.items():
+            tensors[number] = tensors[base].view(-1)[start:].as_strided(size, strides)
+        tensors = [tensors[first] for first in snapshot.firsts]
+        for tensor, host_input in zip(tensors, snapshot.inputs.values(), strict=True):
+            vars(tensor).update(vars(host_input))
+        return tensors
+
     def _as_passed(self, arguments: dict[str, Any], keywords: Sequence[str], given: Sequence[str]) -> Any:
         """Splits arguments by name into `args` and `kwargs`: those `given` by the caller, the `keywords` by name."""
         args, kwargs = [], {name: arguments[name] for name in keywords if name in given}
@@ -263,6 +267,7 @@ class Ported(torch.nn.Module):
         return args, kwargs
 
     def _shares_no_memory(self, name: str) -> bool:
+        """Returns whether no other buffer lies in the memory of the buffer with this name."""
         return list(self._memory.values()).count(self._memory.get(name, 0)) == 1
 
     def _rebound(

@@ -78,7 +78,7 @@ def _check_guider(task: Task) -> None:
     if task.settings.guider is None or not any("guider" in stage.uses for stage in task.stages):
         return
     place, ways = task.job_document.place(["guider"]), task.job.mesh.get("dp", 1)
-    guider = guiding.guider(None, task.settings, place)
+    guider = guiding.guider(from_checkpoint=None, settings=task.settings, place=place)  # the job names its class
     bad = [count for count in guiding.counts(guider, task.settings.steps, place) if count % ways]
     if bad and not task.original:
         fact = f"dp={ways} splits the conditions, and '{task.settings.guider['class']}' has {bad[0]} in some steps"
@@ -130,11 +130,9 @@ def host_bytes(task: Task) -> int:
 
 
 def _require(task: Task, memory: _Memory, activation_bytes: Mapping[str, int]) -> None:
-    """Refuses a task that needs more devices or memory than this machine has.
-
-    Args:
-        activation_bytes: The least bytes on each device beside a network's weights, by component, from a rehearsal.
-            Empty before the rehearsal, which can take place only once latents and frames are known to fit.
+    """Refuses a task that needs more devices or memory than this machine has. `activation_bytes` has, by component, the
+    least bytes on each device beside a network's weights. It is empty before the rehearsal, which can take place only
+    once latents and frames are known to fit.
     """
     if not task.original:
         devices.prepare(task.machine)
@@ -169,14 +167,15 @@ def _tensor_bytes(task: Task, stage: family.Stage) -> int:
     A denoising step holds the latents, the prediction and the new latents. Decoding holds the VAE's output beside the
     frames made from it. The video file is encoded one frame at a time.
     """
-    last = task.family.STAGES[-1]
+    last, settings = task.family.STAGES[-1], task.settings
     if stage.name == "decode":
-        dtype = task.settings.dtypes.get(str(stage.network), torch.float32)
-        return 2 * 3 * task.settings.frames * task.settings.height * task.settings.width * dtype.itemsize
+        dtype = settings.dtypes.get(str(stage.network), torch.float32)
+        video = 3 * settings.frames * settings.height * settings.width  # 3 colours
+        return 2 * video * dtype.itemsize
     if stage.name not in DENOISING or last.like is None:
         return 0
     with without_values():  # the inputs of the last stage, decode, are the latents
-        latents = last.like(network.outlines(task, last), task.settings).values()
+        latents = last.like(network.outlines(task, last), settings).values()
     sizes: list[int] = [tensor.numel() * tensor.dtype.itemsize for tensor in latents]
     return 3 * sum(sizes)
 
@@ -208,7 +207,7 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
         place = rules.place("activations")
         check_called = activations.check(module, rules.as_written.activations, dict(mesh.shape), place)
         if stage.like is None:
-            return Rehearsal(module, weights, [], {}, 0, [])
+            return Rehearsal(module, weights, calls=[], inputs={}, activations=0, attention=[])
         attention = _AttentionCalls()
         with _largest_output(module) as largest, attention:
             calls = recorder.network_calls(
@@ -217,8 +216,8 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
         check_called()
     inputs = input_rules(task, name, calls)
     per_device = [_activation_bytes(call, fitted, task, largest[0]) for call, fitted in zip(calls, inputs, strict=True)]
-    most = max(range(len(calls)), key=lambda n: sum(tensor.numel() for tensor in calls[n].tensors.values()))
-    return Rehearsal(module, weights, calls, inputs[most], max(per_device), list(attention.calls.values()))
+    largest_call = max(range(len(calls)), key=lambda n: sum(x.numel() for x in calls[n].tensors.values()))
+    return Rehearsal(module, weights, calls, inputs[largest_call], max(per_device), list(attention.calls.values()))
 
 
 def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall]) -> list[dict[str, Rule]]:

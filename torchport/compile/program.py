@@ -58,14 +58,14 @@ class Network:
     how: How = plainly
     #: The names of its outputs, if more than the first is returned: `Stage.outputs`.
     outputs: Sequence[str] = ()
-    #: Those that stay on the devices, and are inputs of later calls: `Stage.keeps`.
+    #: The outputs that stay on the devices, and are inputs of later calls: `Stage.keeps`.
     keeps: Sequence[str] = ()
-    free: Set[str] = frozenset()  #: Those of `keeps` that no rule places: the compiler chooses.
-    #: Whether a rule for inputs may match none of them: a caller's own call may lack some.
+    free: Set[str] = frozenset()  #: The outputs in `keeps` whose sharding the compiler chooses: no rule says it.
+    #: Whether a rule for inputs may match no input: a caller may leave out optional inputs.
     spare: bool = False
     #: Operators that may compute something else than PyTorch, each with the reason.
     differing: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    strict: bool = False  #: Whether an operator of which that is not known is refused.
+    strict: bool = False  #: Whether an operator is refused that no sample has compared with PyTorch's.
 
     def operator_record(self) -> engine.Operators:
         """Returns an empty record for the operators that the network calls while it is traced."""
@@ -79,7 +79,8 @@ class Origin:
     trace: patch.Trace | None  #: The patches' calls while it was traced; None where no ledger counts them.
     jax_cache: bool  #: Whether JAX's cache had it.
     operators: engine.Operators  #: The operators that the program calls.
-    tables: tuple[list[jax.Array], ...]  #: The first argument, a list of large constants; empty without any.
+    #: The large constants: a list, which is the program's first argument; an empty tuple if it takes no such list.
+    tables: tuple[list[jax.Array], ...]
 
 
 class _Bound(torch.nn.Module):
@@ -99,12 +100,12 @@ class Compiled:
 
     Args:
         weights: Its weights where their rules put them: arrays, or shapes for a program that is only compiled.
-        trace: The patches under which it is traced: a later trace under others is refused. None: nothing is refused.
+        trace: The patches under which it is traced; a trace under other patches is refused. None: nothing is refused.
         jit: Whether it is compiled. Otherwise PyTorch's operators are called one by one, each on all devices, and NaN
             is looked for in what each module returns; the network must have no stacks.
     """
 
-    batches = True
+    batches = True  #: See `family.Call`.
     drops = True  #: Tokens that are masked for good need not be traced.
 
     def __init__(
@@ -124,8 +125,8 @@ class Compiled:
         self.network = network
         self.bound = _Bound(module, network.how)
         self.blocks = tuple(stack.prefix(name, stacks[name]) for name in counts)
-        parts = stack.names(weights, stacks, counts)
-        self.gathered = frozenset(name for name, parts_of in parts.items() if not network.gathered.isdisjoint(parts_of))
+        names = stack.names(weights, stacks, counts).items()  # each stacked weight's, and those of the weights in it
+        self.gathered = frozenset(name for name, parts in names if any(part in network.gathered for part in parts))
         for prefix in self.blocks:
             stacked = module.get_submodule(prefix.removesuffix(f".{stack.BLOCK}."))
             assert isinstance(stacked, stack.Stacked)
@@ -197,7 +198,8 @@ class Compiled:
                 program, tables = self._program(arrays, static)
                 output = program(*tables, *self._arguments(arrays))
             else:
-                output = self._tracing()(self._function(static, []))(*self._arguments(arrays))
+                with self._tracing():
+                    output = self._function(static, names=[])(*self._arguments(arrays))
             if not self.network.outputs:
                 return shard.to_torch(output)
             named = zip(self.network.outputs, output, strict=True)
@@ -206,10 +208,8 @@ class Compiled:
 
     @torch.inference_mode(False)
     def prepare(self, **inputs: Any) -> Any:
-        """Compiles the program of these inputs, and returns its outputs as `jax.ShapeDtypeStruct`s with shardings.
-
-        Args:
-            **inputs: As of a call; in place of arrays there may be `jax.ShapeDtypeStruct`s with shardings.
+        """Compiles the program of a call with these inputs, and returns its outputs as `jax.ShapeDtypeStruct`s with
+        shardings. Such structs may be among the inputs in place of arrays, too.
         """
         arrays, static = self._arrays_and_static(inputs)
         with _lack_of_memory_refused(self.network.name):
@@ -225,12 +225,14 @@ class Compiled:
         its large constants in `_tables`. Refuses a rule for inputs that matches no input.
         """
         names = list(leaves(arrays))
+        # If no output is kept, the trace adds no names.
         if not self.network.keeps:
             self._check_alive(names)
         with self._tracing():
             with engine.wide():
                 # The trace adds to `names` the outputs that later calls take as inputs: a rule may be for these.
-                traced = jax.jit(self._function(static, names), donate_argnums=2).trace(*self._arguments(arrays))
+                program = jax.jit(self._function(static, names), donate_argnames="caches")
+                traced = program.trace(*self._arguments(arrays))
             traced, self._tables = self._with_tables(traced, self._arguments(arrays))
             # Lowered without 64-bit types, a loop counts in 32 bits; a TPU has no others.
             lowered = traced.lower()
@@ -246,17 +248,19 @@ class Compiled:
         if not large:
             return traced, []
 
-        def program(tables: list[Any], *arguments: Any) -> Any:
+        def program(tables: list[Any], weights: Any, inputs: Any, caches: Any) -> Any:
             """Evaluates the traced program with `tables` in place of its large constants."""
-            values = dict(enumerate(closed.consts)) | dict(zip(large, tables, strict=True))
-            flat = jax.tree.leaves(arguments)
-            return jax.tree.unflatten(traced.out_tree, jax.core.eval_jaxpr(closed.jaxpr, [*values.values()], *flat))
+            constants = list(closed.consts)
+            for number, table in zip(large, tables, strict=True):
+                constants[number] = table
+            flat = jax.tree.leaves((weights, inputs, caches))
+            return jax.tree.unflatten(traced.out_tree, jax.core.eval_jaxpr(closed.jaxpr, constants, *flat))
 
         where = NamedSharding(self.mesh, PartitionSpec())
         tables = [numpy.asarray(closed.consts[number]) for number in large]
         shapes = [jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=where) for table in tables]
-        with engine.wide():
-            return jax.jit(program, donate_argnums=3).trace(shapes, *arguments), tables
+        with engine.wide():  # as in the first trace: the program's values may have 64 bits
+            return jax.jit(program, donate_argnames="caches").trace(shapes, *arguments), tables
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -281,42 +285,47 @@ class Compiled:
         function is traced, the paths of the outputs that become inputs of a later call.
         """
 
-        def forward(weights: dict[str, torch.Tensor], inputs: dict[str, Any]) -> Any:
-            """Calls the network in PyTorch, with `weights` in place of its parameters."""
-            engine.freeze(weights, "a weight or a buffer of the network")
-            arguments = {name: value for name, value in inputs.items() if name not in self.network.keeps}
-            engine.freeze(arguments, "an argument of the network")
-            parameters = {f"module.{name}": self._gathered("", name, weight) for name, weight in weights.items()}
-            stacks = [part for part in self.network.module.modules() if isinstance(part, stack.Stacked)]
-            for blocks in stacks:
-                blocks.reset()
-            with torch.no_grad(), Constants(engine.is_traced, engine.constant):
-                output, rebound = stack.call_with(self.bound, parameters, (), {**inputs, **dict(static)})
-            for blocks in stacks:
-                blocks.check_done()
-            engine.check_read(output)
-            if rebound:
-                name = rebound[0].removeprefix("module.")
-                fact = f"'{name}' is bound to another tensor, and a later call would not see that"
-                raise BadValueError(self.network.name, fact, "Patch its forward to return it", name=name)
-            output = stage_outputs(output, self.network.outputs, self.network.name)
-            return converted(output, engine.constant)
-
         def program(weights: dict[str, jax.Array], inputs: dict[str, Any], caches: dict[str, Any]) -> Any:
-            """Calls `forward` on JAX arrays, and shards the outputs that later calls take as inputs."""
-            output = engine.call_torch(forward, weights, {**inputs, **caches})
+            """Calls the network on JAX arrays, and shards the outputs that later calls take as inputs."""
+            output = engine.call_torch(functools.partial(self._forward, static), weights, {**inputs, **caches})
             if not self.network.keeps:
                 return output
             named = dict(zip(self.network.outputs, output, strict=True))
-            for name in (name for name in self.network.keeps if name not in self.network.free):
+            ruled = [name for name in self.network.keeps if name not in self.network.free]
+            for name in ruled:
                 names.extend(leaves({name: named[name]}))
                 named[name] = map_leaves(
                     lambda path, array: jax.lax.with_sharding_constraint(array, self._sharding(path, array)),
-                    *(name, named[name]),
+                    name,
+                    named[name],
                 )
             return tuple(named.values())
 
         return program
+
+    def _forward(self, static: Static, weights: dict[str, torch.Tensor], inputs: dict[str, Any]) -> Any:
+        """Calls the network in PyTorch, with traced `weights` in place of its parameters; refuses what a program cannot
+        repeat.
+        """
+        engine.freeze(weights, "a weight or a buffer of the network")
+        arguments = {name: value for name, value in inputs.items() if name not in self.network.keeps}
+        engine.freeze(arguments, "an argument of the network")
+        parameters = {f"module.{name}": self._gathered("", name, weight) for name, weight in weights.items()}
+        stacks = [part for part in self.network.module.modules() if isinstance(part, stack.Stacked)]
+        for blocks in stacks:
+            blocks.reset()
+        kwargs = {**inputs, **dict(static)}
+        with torch.no_grad(), Constants(engine.is_traced, engine.constant):
+            output, rebound = stack.call_with(self.bound, parameters, args=(), kwargs=kwargs)
+        for blocks in stacks:
+            blocks.check_done()
+        engine.check_read(output)
+        if rebound:
+            name = rebound[0].removeprefix("module.")
+            fact = f"'{name}' is bound to another tensor, and a later call would not see that"
+            raise BadValueError(self.network.name, fact, "Patch its forward to return it", name=name)
+        output = stage_outputs(output, self.network.outputs, self.network.name)
+        return converted(output, engine.constant)
 
     def _check_alive(self, names: list[str]) -> None:
         """Refuses a rule for inputs that matches none of these paths, unless the network may lack inputs."""
@@ -324,7 +333,9 @@ class Compiled:
             shard.check_alive(self.network.inputs, names, self.network.place, self.network.places)
 
     def _arguments(self, arrays: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-        """Returns a program's three arguments: weights, inputs, and caches, whose memory the outputs may take."""
+        """Returns a program's three arguments: weights, inputs, and caches. The last are donated: the outputs may take
+        their memory.
+        """
         caches = {name: value for name, value in arrays.items() if name in self.network.keeps}
         return self.weights, {name: value for name, value in arrays.items() if name not in caches}, caches
 
@@ -353,7 +364,7 @@ class Compiled:
             self.seconds += spent
             log.info("compile %s: %.1f s, %s", self.network.name, spent, self.operators.text())
         elif key not in self._used and self.ledger is not None and (trace := self._origins[key].trace) is not None:
-            self.ledger.credit(trace)
+            self.ledger.credit(trace)  # an earlier run traced it, and its ledger counted the patches' calls
         self._used[key] = self._origins[key]
         return self.programs[key], self._origins[key].tables
 
@@ -441,8 +452,8 @@ def _module_scopes(module: torch.nn.Module, name: str) -> Iterator[None]:
 
 
 def _scope_names(module: torch.nn.Module, name: str) -> Mapping[torch.nn.Module, str]:
-    """Returns each module's path inside the module that calls it: `attn` of `blocks.0.attn`, and `blocks.0` of
-    `blocks.0`, since a list is not called itself. Of stacked blocks it is such as `blocks.0-53`.
+    """Returns each module's path inside the module that calls it: `attn` for `blocks.0.attn`. A list is not called, so
+    a block in it keeps the list's name, `blocks.0`. Stacked blocks are `blocks.0-53`.
     """
     modules = dict(module.named_modules())
     result: dict[torch.nn.Module, str] = {module: name}

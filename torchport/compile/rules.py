@@ -36,14 +36,14 @@ class Rules:
     name: str
     as_written: WrittenRules
     document: Document
-    strategy: Sequence[str | int] = ()  #: Path of the card's strategy; empty for other rules.
-    written: str = ""  #: The key of the component in the card's file.
+    strategy: Sequence[str | int] = ()  #: `["strategies", "tp"]` in a card's file; empty for rules of no card.
+    written: str = ""  #: The key under which the card's file has the component's rules.
     bounds: Mapping[str, ScoreBound] = dataclasses.field(default_factory=dict)
     #: For an axis, the number of the network's configuration that it must divide.
     divides: Mapping[Axis, str] = dataclasses.field(default_factory=dict)
     extra: Sequence[Rule] = ()  #: Rules for inputs that hold before the others: those of a caller of `port`.
     strict: bool = False  #: Whether an operator is refused that no sample has compared with PyTorch's.
-    base: str | None = None  #: The strategy that this strategy is `like`: it has the rules left out here.
+    base: str | None = None  #: The strategy that this strategy is `like`, from which it takes rules; None: no strategy.
 
     @property
     def is_of_card(self) -> bool:
@@ -108,10 +108,8 @@ def of_task(task: Task, component: str) -> Rules:
 
 
 def of_shared(name: str, strategy: str) -> Rules:
-    """Returns the rules of a shared strategy, for a module that has no model card; refuses an unknown strategy.
-
-    Args:
-        strategy: `tp`, `ulysses` or `fsdp`: docs/sharding.md.
+    """Returns the rules of a shared strategy (`tp`, `ulysses` or `fsdp`: docs/sharding.md) for a module without a model
+    card; refuses an unknown strategy.
     """
     known = shared_strategies()
     if strategy not in known:
@@ -119,14 +117,12 @@ def of_shared(name: str, strategy: str) -> Rules:
         raise UnknownNameError(PLACE, fact, nearest(strategy, known), name=strategy)
     shared = known[strategy].network
     written = WrittenRules(weights=shared.weights, inputs=shared.inputs, activations=shared.activations)
-    return Rules(name, written, Document(f"port(strategy={strategy!r})", {}, {}))
+    return Rules(name, written, Document(f"port(strategy={strategy!r})", data={}, lines={}))  # it is in no file
 
 
 def of_caller(name: str, rules: str | Mapping[str, object]) -> Rules:
-    """Returns the rules that a caller of `port` has written for a module.
-
-    Args:
-        rules: With a card's keys, `{"weights": [...], "inputs": [...]}`; or the same as text of YAML.
+    """Returns the rules that a caller of `port` has written for a module: `rules` with a card's keys,
+    `{"weights": [...], "inputs": [...]}`, or the same as text of YAML.
     """
     if isinstance(rules, str):
         document = parse_document(rules, PLACE)
@@ -135,7 +131,7 @@ def of_caller(name: str, rules: str | Mapping[str, object]) -> Rules:
         for key, value in rules.items():
             places[(key,)] = f"{PLACE} {key}"
             places |= {(key, n): f"{PLACE} {key}[{n}]" for n in range(len(value) if isinstance(value, list) else 0)}
-        document = Document(PLACE, dict(rules), {}, places)
+        document = Document(PLACE, dict(rules), lines={}, flags=places)  # errors print a flag as it is
     return Rules(name, validated(WrittenRules, document), document)
 
 

@@ -168,15 +168,16 @@ class Stacked(torch.nn.Module):
             if not isinstance(tensor, torch.Tensor):
                 fact = f"The carry '{name}' of '{self.name}' is no tensor, but of the type {type(tensor).__name__}"
                 raise self._error(fact, argument=name)
-        for name, tensor, pending in zip(self.carries, carry, self.pending, strict=False):
+        for name, tensor, pending in zip(self.carries, carry, self.pending, strict=False):  # none before block 0
             if tensor is not pending:
                 fact = f"Block {number} of '{self.name}' gets a '{name}' that is not what the block before returned"
                 raise self._error(fact, argument=name)
         leaves, form = tree.tree_flatten(given)
-        engine.check_read([*leaves, *(() if self.pending else carry)])
+        # Carries that another block returned are spoiled for all but the next block.
+        engine.check_read(leaves if self.pending else [*leaves, *carry])
         if not self.calls:
             self.photo = graph.photo([self.block, *self._modules_of_code()])
-        # A copy: upstream may change a list or dict for the next block.
+        # Upstream may change a list or dict for the next block. The copy has the same tensors.
         given = copy.deepcopy(given, {id(leaf): leaf for leaf in leaves})
         self.calls.append(_Call(carry, given, leaves, form, graph.photo([*leaves, *carry])))
 
@@ -270,7 +271,7 @@ class Stacked(torch.nn.Module):
         layer: Mapping[str, torch.Tensor],
         given: Mapping[int, torch.Tensor],
     ) -> Tensors:
-        """Runs one block in PyTorch, and returns the next carry. A scan traces it once, and runs that for all blocks.
+        """Runs one block in PyTorch, and returns the next carry. A scan traces this once for all its blocks.
 
         Args:
             call: The call of the first of these blocks, with the arguments that are no tensors.
@@ -281,7 +282,7 @@ class Stacked(torch.nn.Module):
         # By one deepcopy, so that an object that two arguments share stays shared.
         leaves = {id(leaf): given.get(number, leaf) for number, leaf in enumerate(call.leaves)}
         others = copy.deepcopy(call.given, leaves)
-        arguments = {**others} | dict(zip(self.carries, carry, strict=True))
+        arguments = others | dict(zip(self.carries, carry, strict=True))
         engine.freeze((layer, given), "an argument of a stacked block")
         whole = {name: self.gather(name, weight) for name, weight in layer.items()}
         photo = graph.photo([*others.values(), self.block, *self._modules_of_code()])
@@ -315,8 +316,8 @@ class Stacked(torch.nn.Module):
         """
         kept = {id(thing) for thing, _ in graph.photo([self.block])} - self.shared.keys()  # of this block alone
         for thing, part, old, new in graph.changes(photo):
-            of_inputs = any(engine.is_traced(engine.on_host(each)) for each, _ in graph.photo([new]))
-            if old is not None or of_inputs or id(thing) not in kept:
+            depends_on_inputs = any(engine.is_traced(engine.on_host(each)) for each, _ in graph.photo([new]))
+            if old is not None or depends_on_inputs or id(thing) not in kept:
                 raise self._error(f"A block of '{self.name}' changes {_named(thing, part)} when it is called")
 
     def _next_carry(self, carry: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Tensors:
@@ -449,11 +450,9 @@ def names(keys: Iterable[str], stacks: Mapping[str, Stack], counts: Mapping[str,
 
 
 def weights(arrays: dict[str, Any], stacks: Mapping[str, Stack], counts: Mapping[str, int]) -> dict[str, Any]:
-    """Returns a network's weights with those of stacked blocks stacked along a new first dim, and empties `arrays`.
-
-    Args:
-        arrays: Arrays on a mesh, or `jax.ShapeDtypeStruct`s with shardings, by name. They are removed one by one, so
-            that no more than one weight of all blocks is in memory twice.
+    """Returns a network's weights, arrays on a mesh or `jax.ShapeDtypeStruct`s with shardings, with those of stacked
+    blocks stacked along a new first dim. They are taken out of `arrays` one by one, so that no more than one weight of
+    all blocks is in memory twice.
     """
     stacked: dict[str, Any] = {}
     prefixes = tuple(prefix(name, card_stack) for name, card_stack in stacks.items())

@@ -73,8 +73,8 @@ class Snapshot:
             attributes = ((key, graph.constant(value)) for key, value in engine.attributes(tensor).items())
             inputs.append((name, *_form(tensor), is_read_only(tensor), *attributes))
         terms = tuple(tuple((part, _types(part[1]), term) for part, term in node.terms.items()) for node in self.nodes)
-        firsts = *self.firsts, *self.views.items()
-        return self.root, tuple(kinds), terms, tuple(inputs), firsts, self.marks
+        shared = *self.firsts, *self.views.items()
+        return self.root, tuple(kinds), terms, tuple(inputs), shared, self.marks
 
     def memory(self) -> set[int]:
         """Returns the addresses of the storages of all inputs and tables, in the host's memory."""
@@ -84,7 +84,8 @@ class Snapshot:
     def overlaps(self, number: int) -> bool:
         """Returns whether another input or table overlaps an input in memory; views of that input do not count."""
         inputs = [*self.inputs.values()]
-        others = [t for n, t in enumerate(inputs) if number not in (n, self.views.get(n, [n])[0])]
+        own_views = {n for n, (base, _) in self.views.items() if base == number}
+        others = [tensor for n, tensor in enumerate(inputs) if n != number and n not in own_views]
         first, last = _addresses(inputs[number])
         ranges = [_addresses(tensor) for tensor in (*others, *self.tables) if tensor.layout == torch.strided]
         return any(max(first, start) < min(last, end) for start, end in ranges)
@@ -149,11 +150,8 @@ class State:
 
     def snapshot_before(self, arguments: Mapping[str, Any], unnamed: Sequence[str]) -> Snapshot:
         """Returns a snapshot of the objects and tensors that a call can reach, taken before the call. Raises a
-        BadValueError for a weight or buffer that was changed since `port`.
-
-        Args:
-            arguments: The call's, by parameter.
-            unnamed: The parameter `**kwargs`: a tensor in it is named `mask`, not `kwargs.mask`.
+        BadValueError for a weight or buffer that was changed since `port`. The parameters `unnamed` are the `**kwargs`:
+        a tensor in it is named `mask`, not `kwargs.mask`.
         """
         submodules = [*self.module.modules()]
         self.weights = {id(tensor): name for name, (tensor, _) in self.lent.items()}
@@ -172,7 +170,7 @@ class State:
             if tensor._version != version:
                 self.refuse(name)
         self._submodules = frozenset(map(id, submodules))
-        survey = _Survey(self, Snapshot(nodes=[*map(Node, submodules)]), None)
+        survey = _Survey(self, Snapshot(nodes=[*map(Node, submodules)]), traced=None)
         names = [() if name in unnamed else (name,) for name in arguments]
         try:
             root = [survey.term(value, path) for path, value in zip(names, arguments.values(), strict=True)]
@@ -192,9 +190,10 @@ class State:
         marks: dict[Any, Any] = {}
         for holder in (*(x for x in code if isinstance(x, type)), *map(sys.modules.__getitem__, files)):
             for name, value in [*vars(holder).items()]:
-                inner = dict(enumerate(value)) if isinstance(value, list) else value
-                inner = inner if isinstance(inner, dict) and len(inner) <= graph.LONG else {"": value}
-                for key, each in inner.items():
+                values: dict[Any, Any] = {"": value}  # the items of a list or a dict, else the value itself
+                if isinstance(value, list | dict) and len(value) <= graph.LONG:
+                    values = value if isinstance(value, dict) else dict(enumerate(value))
+                for key, each in values.items():
                     if isinstance(each, torch.Tensor) and not engine.is_traced(each):
                         marks[Opaque(holder), name, Opaque(key)] = _mark(each)
                     elif each is value and isinstance(holder, type) and (term := graph.constant(value)) is not None:
@@ -258,7 +257,7 @@ class State:
         """
         nodes = [Node(node.thing) for node in before.nodes]
         survey = _Survey(self, Snapshot(nodes=nodes, tables=[*before.tables]), traced)
-        return survey.finish(survey.term(returned, None))
+        return survey.finish(survey.term(returned, path=None))
 
     @contextlib.contextmanager
     def traced_inputs_in_place(
@@ -345,7 +344,6 @@ class State:
         """Makes the changes of a call's effects in the nodes of `before`, and returns the call's return value.
 
         Args:
-            before: The snapshot before the call.
             outputs: The program's outputs, without those that are views.
             weights: The weights and the new buffers by name, for terms of the kinds `weight` and `new`.
         """
@@ -438,7 +436,6 @@ class _Survey:
     """Walks once through all mutable objects that a call can reach, and fills a snapshot with them.
 
     Args:
-        state: The module's state.
         snapshot: The snapshot to fill. The nodes in it at first, the submodules, are read last, so that a tensor which
             an argument has, too, becomes an input.
         traced: The references to traced inputs, by the tensors' ids; None: nothing is traced yet.
@@ -574,7 +571,7 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _new_tables(before: Snapshot, after: Snapshot) -> Any:
-    """Returns copies of the tables that a call has written to or made, by number, and the parts of `_parts_of`."""
+    """Returns copies of the tables that a call has written to or made, by number, and the parts; see `_parts_of`."""
     marks = dict(enumerate(before.marks))
     tables = {n: table for n, table in enumerate(after.tables) if marks.get(n) != after.marks[n]}
     parts: dict[int, tuple[int, tuple[Any, ...]]] = {}
@@ -584,8 +581,9 @@ def _new_tables(before: Snapshot, after: Snapshot) -> Any:
 
 
 def _parts_of(new: dict[int, torch.Tensor], tables: Sequence[torch.Tensor]) -> Any:
-    """Returns a call's new tables without those that lie in another table, and the latter apart: by number, the other
-    table's number with size, strides and offset in it. New tables that share memory get a new table of all that memory.
+    """Splits a call's new tables, by number, into tables with memory of their own, and parts, which lie in another. Of
+    a part it returns the other table's number, and size, strides and offset in it. New tables that share memory become
+    parts of one more table, which has all of that memory.
 
     Args:
         new: New values by number; higher numbers than those of `tables`, the tables before the call, are new tables.

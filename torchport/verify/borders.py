@@ -60,7 +60,7 @@ class WatchedCall:
     to_host: Callable[[torch.Tensor], torch.Tensor]  #: Copies a tensor of the network to the host.
     skipped: Collection[str] = ()  #: Paths of modules that are not called: they return their replacement.
     counts: Callable[[], Mapping[str, int]] = dict  #: Returns how often each patch was called so far.
-    #: The borders at which large tensors are recorded whole, and elsewhere only some rows; None: all borders.
+    #: The borders at which large tensors are recorded whole, and elsewhere only some of their rows; None: all borders.
     whole: Container[Border] | None = None
     observed: Values = dataclasses.field(default_factory=dict)
     #: The patches that were called since the border before, by border.
@@ -238,7 +238,7 @@ class Original:
 
         If the network autocasts, its yardstick is made in float64.
         """
-        call = WatchedCall(self.eager.module, paths, {}, lambda tensor, template: tensor, Copies())
+        call = WatchedCall(self.eager.module, paths, replacements={}, to_network=_cast, to_host=Copies())
         with call.watching():
             output = self.eager(**inputs)
         if call.autocasts:  # it would also narrow a yardstick in float32
@@ -247,7 +247,8 @@ class Original:
 
     def output(self, inputs: Mapping[str, Any], values: Values) -> Any:
         """Returns the network's output if `values` replace its modules' values at their borders."""
-        call = WatchedCall(self.eager.module, {border.path for border in values}, values, _cast, Copies())
+        paths = {border.path for border in values}
+        call = WatchedCall(self.eager.module, paths, replacements=values, to_network=_cast, to_host=Copies())
         with call.watching():
             return self.eager(**inputs)
 
@@ -281,7 +282,7 @@ class Port:
         self.ledger = ledger
         self.compiled, parts = compiled_network(on_one_device(task), stage, folder)
         self.module = network.module_of(stage, parts)
-        # Set here, and not when it is made: then it gets hooks that look for NaN, and wait for every operator.
+        # Set only here: `Compiled(jit=False)` would get hooks that look for NaN, and wait for every operator.
         self.compiled.jit = False
         self.units = unit_paths(self.module)
 
@@ -294,7 +295,6 @@ class Port:
         whole: Container[Border] = (),
     ) -> tuple[Any, WatchedCall]:
         """Calls the port's network; returns its output, and the `WatchedCall` with the recorded values."""
-        counts = functools.partial(call_counts, self.ledger)
         call = WatchedCall(
             self.module,
             paths,
@@ -302,7 +302,7 @@ class Port:
             to_network=lambda tensor, template: engine.constant(tensor.to(template.dtype)),
             to_host=to_host,
             skipped=skipped,
-            counts=counts,
+            counts=functools.partial(call_counts, self.ledger),
             whole=whole,
         )
         with call.watching():

@@ -48,8 +48,7 @@ class Measurements:
     networks: list[Unit] = dataclasses.field(default_factory=list)  #: The outputs of whole networks.
     measured: list[MeasuredUnit] = dataclasses.field(default_factory=list)
     seams: list[Seam] = dataclasses.field(default_factory=list)
-    #: Notes, a line each: what was not compared.
-    unlike: list[str] = dataclasses.field(default_factory=list)
+    unlike: list[str] = dataclasses.field(default_factory=list)  #: Notes, a line each: what was not compared.
     drift: list[Drift] = dataclasses.field(default_factory=list)
     decoded: Decoded | None = None
     #: Differences of the run's programs from a plan's, a line each.
@@ -142,8 +141,9 @@ class _StageComparison:
         planned: list[LoweredProgram] | None,
         outputs_of: Callable[[RecordedCall], Outputs] | None,
     ) -> None:
-        """Compares the stage's programs, then the modules of each call; `outputs_of` makes the `outputs` of `Units`.
-        `ends` has the outputs of the stages before, and gets the outputs of this stage.
+        """Compares the stage's programs, then the modules of each call. `ends` has the outputs of the stages before. It
+        gets the outputs of this stage. `outputs_of` returns the function by which `Units` measures effects in a call of
+        the original; None: they are measured in the port.
         """
         self._compare_programs(ends, planned)
         port = Port(self.task, self.stage, self.folder, self.ledger)
@@ -186,7 +186,7 @@ class _StageComparison:
             loops = {0: loop} if loop.first == 0 else {}  # no latents have drifted before the first step
         for step in steps:
             if step not in loops:
-                loops[step] = self._run_loop(call, parts, (step, states[step]), step, {})
+                loops[step] = self._run_loop(call, parts, (step, states[step]), last=step, ends={})
             self._compare_outputs(step, loops[step])
         self.results.operators[stage.name] = call.operators_text()
         if planned is not None:
@@ -230,7 +230,9 @@ class _StageComparison:
                 )
                 continue
             place = step, call.number, call.network, ""  # the network itself has an empty path
-            unit = Unit(*place, 0, "network", call.network, call.rounding, added, inherited=added)
+            unit = Unit(
+                *place, depth=0, kind="network", name=call.network, rounding=call.rounding, added=added, inherited=added
+            )
             self.results.networks.append(unit)
             if unit.verdict is Verdict.OTHER:
                 self.results.network_inputs[call.network, step] = loop.inputs
@@ -305,7 +307,7 @@ def lower(compiled: Compiled, arrays: Mapping[str, Any], static: Any) -> Lowered
 def run_programs(compiled: Compiled) -> list[LoweredProgram]:
     """Returns the lowered programs of all calls that a network got in a run."""
     programs = []
-    for static, _, tree, kinds in compiled.programs:
+    for static, _, tree, kinds in compiled.programs:  # the keys of `Compiled._program`
         shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in kinds]
         programs.append(lower(compiled, jax.tree.unflatten(tree, shapes), static))
     return programs
@@ -332,6 +334,7 @@ def program_differences(stage: Stage, run: list[LoweredProgram], plan: list[Lowe
 
 def _differing_fields(run: LoweredProgram, plan: LoweredProgram) -> Iterator[str]:
     """Yields the differences of two programs in words: fields first, then the first line of text that differs."""
+    # The words before a name. Those of `arguments` need none: `weight norm.bias`.
     kinds = {"modules": "module", "static": "argument", "arguments": "", "constants": "constants of"}
     for field, kind in kinds.items():
         in_run, in_plan = getattr(run, field), getattr(plan, field)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,11 +72,9 @@ def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
 
 
 def first_fault(task: Task, original: Task, folder: Path, recorded: Mapping[str, Any]) -> tuple[str, frozenset[str]]:
-    """Returns the first module of the decoder, in the order of the port's calls, whose error is that of a fault.
-
-    Returns:
-        The module with its error, as "vae.decoder.mid_block (5.2 times the rounding)", and the ids of the patches that
-        are called in it; both empty if no module that port and original call has an error above `FAULT` roundings.
+    """Returns the decoder's first module, in the order of the port's calls, whose error is above `FAULT` roundings, as
+    "vae.decoder.mid_block (5.2 times the rounding)", and the ids of the patches that are called in it. Both are empty
+    if no module that port and original call has such an error.
     """
     stage = task.family.STAGES[-1]
     if stage.network is None:
@@ -113,15 +110,13 @@ def _port_returns(
     call, parts = compiled_network(task, stage, folder)
     counts_before: dict[str, dict[str, int]] = {}
 
-    def store(path: str, array: Any) -> None:
-        returned[path].append(sampled(shard.to_torch(array)))
-
     def keep(path: str, tensor: torch.Tensor) -> None:
         """Makes the program keep the output of a module, which is traced now."""
         if path not in returned:
             before, after = counts_before[path], call_counts(ledger)
             returned[path], patches[path] = [], frozenset(key for key in after if after[key] != before[key])
-        jax.debug.callback(functools.partial(store, path), engine.array(tensor), ordered=True)
+        outputs = returned[path]
+        jax.debug.callback(lambda x: outputs.append(sampled(shard.to_torch(x))), engine.array(tensor), ordered=True)
 
     modules = _inner_modules(network.module_of(stage, parts))
     for path, module in modules.items():

@@ -87,7 +87,8 @@ def _seams(stage: str, yardstick: Yardstick, port: Values) -> list[Seam]:
         error, rounding = distance(output, wide) or 0.0, distance(original, wide) or 0.0
         allowed = FAULT * max(rounding, torch.finfo(original.dtype).eps if original.is_floating_point() else 0.0)
         words = f"{rounding:.2g} from the yardstick", f"{error:.2g} from it"
-        seam, encoder = Seam(path, stage, None, *words, error, allowed), path.partition(".")[0]
+        seam = Seam(path, stage, None, *words, distance=error, allowed=allowed)  # None: it is of no denoising step
+        encoder = path.partition(".")[0]
         before = worst.setdefault(encoder, seam)
         is_worse = seam.distance * before.allowed > before.distance * seam.allowed  # products: `allowed` may be 0
         if before.verdict is Verdict.SAME and is_worse:

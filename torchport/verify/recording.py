@@ -161,11 +161,8 @@ def read(path: Path) -> Recording:
 
 
 def record(request: Request, steps: tuple[int, ...] | None, file: Path, decodes: bool = False) -> None:
-    """Records the original, and writes the recording to a file; runs in a process of its own.
-
-    Args:
-        steps: The denoising steps to record, from 0; None: those that `_StepWatch` finds.
-        decodes: Whether the decoder's frames are recorded, too.
+    """Records the original in the denoising `steps`, from 0, and writes the recording to a file. None: in steps that
+    `_StepWatch` finds. With `decodes` the decoder's frames are recorded, too. Runs in a process of its own.
     """
     write(recording_of(accept(request), steps, decodes), file)
 
@@ -327,7 +324,7 @@ class _RecordedNetwork(Call):
         paths = [] if number and self._is_large else ["", *original.units]
         kept = {name: _copied(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
         output, outer = original.observed(kept, paths)
-        wide_output, _ = original.yardstick(kept, [], {})
+        wide_output, _ = original.yardstick(kept, paths=[], values={})
         wide_outer = original.yardstick(kept, paths, outer)[1] if paths else {}
         self._is_large = self._is_large or total_bytes(outer) > BORDERS_LIMIT
         all_paths = original.all_paths

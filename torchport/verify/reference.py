@@ -224,17 +224,15 @@ def _keep(row: dict[str, Any], borders: Mapping[str, Values], table: TensorTable
 
 def spread(paths: list[str]) -> list[str]:
     """Returns paths in an order whose beginning is spread evenly: the first, the last, the middle, the quarters."""
-    last, order = len(paths) - 1, dict.fromkeys([0])
+    last, order = len(paths) - 1, dict.fromkeys([0])  # a set that keeps its order
     for power in range(len(paths).bit_length() + 1):
         order |= dict.fromkeys(round(n * last / 2**power) for n in range(2**power + 1))
     return [paths[n] for n in order] if paths else []
 
 
 def _outer_of(call: RecordedCall, block: str) -> dict[str, Values]:
-    """Returns the values of a block that a capture keeps: whole inputs, and some rows of each output.
-
-    Returns:
-        `{"values": the original's, "outer": the yardstick's}`, as in `RecordedCall`.
+    """Returns the values of a block that a capture keeps: whole inputs, and some rows of each output. `values` are the
+    original's, and `outer` the yardstick's, as in `RecordedCall`.
     """
     values = {
         border: value if border.side == "in" else map_tensors(value, sampled)
@@ -247,10 +245,8 @@ def _outer_of(call: RecordedCall, block: str) -> dict[str, Values]:
 
 
 def _inner_of(call: RecordedCall, block: str) -> dict[str, Values]:
-    """Returns the values of the modules in a block that a capture keeps: whole inputs and outputs.
-
-    Returns:
-        `{"values": the original's, "inner": the yardstick's}`, as in `RecordedCall`.
+    """Returns the values of the modules in a block that a capture keeps: whole inputs and outputs. `values` are the
+    original's, and `inner` the yardstick's, as in `RecordedCall`.
     """
     inside = [border for border in call.inner if border.path == block or border.path.startswith(f"{block}.")]
     values = {b: call.values[b] for b in inside if b in call.values and b.path != block}  # `_outer_of` has the block's
@@ -273,7 +269,8 @@ def read(folder: Path) -> Recording:
     moments = restored(seams["moments"], tensors)
     # The stage that encodes an image is in `moments`, and not in `encoded`.
     encoded = {name: values for name, values in parts["encoded"].items() if not values.keys() & moments.keys()}
-    side = SideRecord(encoded, moments, loop, yardstick=Yardstick([], [], seams.get("roundings", {})))
+    yardstick = Yardstick(host=[], wide=[], roundings=seams.get("roundings", {}))
+    side = SideRecord(encoded, moments, loop, yardstick=yardstick)
     calls = []
     for row in data["calls"]:
         fields = {name: row[name] for name in FACTS} | {name: restored(row[name], tensors) for name in TREES}

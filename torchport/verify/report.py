@@ -184,21 +184,21 @@ class Verification:
     strategy: str
     mesh: dict[str, int]
     steps: tuple[int, ...]  #: The denoising steps that were compared, from 0.
-    total: int
+    total: int  #: Steps that the job takes.
     #: What the port was compared with: `original` or a folder of a capture.
     against: str = "original"
     seams: tuple[Seam, ...] = ()
     units: tuple[Unit, ...] = ()
     causes: tuple[Cause, ...] = ()
-    clue: str = ""
+    clue: str = ""  #: Where to look next.
     drift: tuple[Drift, ...] = ()
     floor: str = ""  #: The run whose drift is the floor, in words; empty without one.
     decoded: Decoded | None = None
     unlike: tuple[str, ...] = ()  #: Notes, a line each: what was not compared.
-    left_out: int = 0
-    programs: tuple[str, ...] = ()
-    operators: dict[str, str] = dataclasses.field(default_factory=dict)
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    left_out: int = 0  #: Blocks not captured.
+    programs: tuple[str, ...] = ()  #: Differences of the run's programs from a plan's, a line each.
+    operators: dict[str, str] = dataclasses.field(default_factory=dict)  #: By stage: how many are as PyTorch's.
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  #: By part of the verification.
 
     @property
     def bad_seams(self) -> list[Seam]:
@@ -207,16 +207,17 @@ class Verification:
     @property
     def culprits(self) -> list[Unit]:
         """The faulty units of the first call that has any; of faulty blocks only the first one, after its modules."""
-        bad = [unit for unit in self.units if unit.verdict is Verdict.OTHER]
-        if not bad:
+        all_bad = [unit for unit in self.units if unit.verdict is Verdict.OTHER]
+        if not all_bad:
             return []
-        first = min((unit.step, unit.call) for unit in bad)
-        bad = sorted((u for u in bad if (u.step, u.call) == first), key=lambda unit: unit.depth)
-        outer = [unit for unit in bad if unit.kind == "block" or (unit.kind == "forward" and not unit.path)]
-        if not outer:
+        first_call = min((unit.step, unit.call) for unit in all_bad)
+        bad = sorted((u for u in all_bad if (u.step, u.call) == first_call), key=lambda unit: unit.depth)
+        # A block, or the code of the network's own forward between blocks.
+        outer = next((u for u in bad if u.kind == "block" or (u.kind == "forward" and not u.path)), None)
+        if outer is None:
             return bad
-        inner = [u for u in bad if u.path and u.kind != "block" and f"{u.path}.".startswith(f"{outer[0].path}.")]
-        return [*inner, outer[0]]
+        inner = [u for u in bad if u.path and u.kind != "block" and f"{u.path}.".startswith(f"{outer.path}.")]
+        return [*inner, outer]
 
     @property
     def verdict(self) -> Verdict:
@@ -256,7 +257,8 @@ class Verification:
         if self.decoded is not None and self.decoded.verdict is not Verdict.SAME:
             decoded = self.decoded
             words = f"frame {decoded.frame} of decode differs by {decoded.added:.3g} levels of 255"
-            return f"{line}{words}{decoded.parting and f', first in {decoded.parting}'}{self._blame()}"
+            words += f", first in {decoded.parting}" if decoded.parting else ""
+            return f"{line}{words}{self._blame()}"
         unclear = [unit for unit in self.units if unit.verdict is Verdict.UNCLEAR]
         if self.verdict is Verdict.UNCLEAR and unclear:
             unit = max(unclear, key=lambda unit: unit.ratio)

@@ -82,7 +82,7 @@ class FinishedRun:
         """Returns the latents after a step, counted from 1; raises if their file was left there by another run."""
         stage = self.steps[number]
         name = save.step_name(stage, number)
-        tensors, manifest = save.read(self.folder, name, {}, {}, MADE_BY)
+        tensors, manifest = save.read(self.folder, name, identity={}, components={}, made_by=MADE_BY)
         assert manifest is not None  # hand-written ports have no such files
         origins = origin(self.manifests[stage]), origin(manifest)
         differing = [field for field in {**origins[0], **origins[1]} if origins[0].get(field) != origins[1].get(field)]
@@ -123,7 +123,8 @@ def read(folder: Path) -> FinishedRun:
 
 
 def _tensor(folder: Path, stage: StageName, name: str) -> torch.Tensor:
-    tensors, _ = save.read(folder, stage, {}, {}, MADE_BY)
+    # Empty: it may be an artefact of any task and any checkpoint.
+    tensors, _ = save.read(folder, stage, identity={}, components={}, made_by=MADE_BY)
     if name not in tensors:
         fact = f"It holds {', '.join(map(repr, sorted(tensors)))}, and no '{name}'"
         raise ArtefactForeignError(str(save.file_of(folder, stage)), fact, f"Only runs with '{name}' can be compared")

@@ -90,10 +90,8 @@ class LoopRecord:
         return outputs.map_leaves(copied, "", value)
 
     def add(self, network: str, condition: str, tensors: Mapping[str, torch.Tensor], values: dict[str, Any]) -> int:
-        """Adds a call of a network to the current step, without tensors that are too large to keep.
-
-        Returns:
-            How often the network was called with this condition in this step before.
+        """Adds a call of a network to the current step, without tensors that are too large to keep. Returns how often
+        the network was called with this condition in this step before.
         """
         number = sum(call.network == network and call.condition == condition for call in self.calls)
         copies = {name: self.copy_of(tensor) for name, tensor in tensors.items()}
@@ -157,7 +155,7 @@ class _MadeUpNetwork(Call):
     #: The embeddings of both prompts; a row of inputs belongs to the prompt with the nearest embeddings.
     embeddings: Mapping[str, torch.Tensor]
     record: LoopRecord
-    batches: bool  #: As of a compiled program; for the original, neither.
+    batches: bool  #: This and `drops`: True for a port, as of `Compiled`; False for the original.
     drops: bool
 
     def __call__(self, **inputs: Any) -> Any:
@@ -297,13 +295,8 @@ class SideRecord:
 def compare(
     port: Task, folder: Path, reference: SideRecord, templates: Mapping[str, Any]
 ) -> tuple[list[Seam], list[str]]:
-    """Runs the port with made-up network outputs, and returns how its values differ from the original's `reference`.
-
-    Args:
-        templates: An output of each network; its made-up outputs have this shape and dtype.
-
-    Returns:
-        The seams, and notes on what was not compared, a line each.
+    """Runs the port with made-up network outputs, and returns how its values differ from the original's `reference`:
+    the seams, and notes on what was not compared, a line each. For `templates` see `record`.
     """
     side = record(port, folder, reference.loop.chosen, templates, reference)
     rows, notes = differences(reference, side), list[str]()
@@ -443,7 +436,8 @@ def differences(original: SideRecord, port: SideRecord) -> list[Seam]:
     rows = [row for stage, values in stages for row in value_seams(stage, values, port.encoded[stage])]
     if original.yardstick is not None:
         roundings = original.yardstick.roundings
-        allowed = [max(row.allowed, (1 + FAULT) * roundings.get(row.name, 0.0)) for row in rows]  # both may be rounded
+        # From the yardstick the original is one rounding away, and the port may be `FAULT` roundings.
+        allowed = [max(row.allowed, (1 + FAULT) * roundings.get(row.name, 0.0)) for row in rows]
         pairs = zip(rows, allowed, strict=True)
         rows = [*port.modules, *(dataclasses.replace(row, allowed=limit) for row, limit in pairs)]
     # If the port's loop stopped, its number of steps comes last: it is a consequence of what differs before.
@@ -467,9 +461,10 @@ def value_seams(
         if expected.dtype != other.dtype:
             first, second = (str(x.dtype).removeprefix("torch.") for x in (expected, other))
             yield Seam(f"dtype of {name}{suffix}", stage, step, first, second, math.inf, allowed=0.0)
-        whole = expected, other  # either may have more tokens
-        expected = _without_padding(expected, whole[1], _masks(name, expected, originals), stage)
-        other = _without_padding(other, whole[0], _masks(name, other, ported), stage)
+        masks, other_masks = _masks(name, expected, originals), _masks(name, other, ported)
+        # Each is cut to the tokens of the other: either may have more.
+        pair = _without_padding(expected, other, masks, stage), _without_padding(other, expected, other_masks, stage)
+        expected, other = pair
         index = _worst_index(expected, other)
         words = _words(expected, index), _words(other, index)
         # The distance that rounding in the original's dtype may cause.
@@ -483,7 +478,7 @@ def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
     for n, (expected, ported) in enumerate(zip(original.steps, port.steps, strict=False)):
         # The scheduler's first state and the noise belong to no step.
         if n == 0:
-            yield from value_seams(LOOP, _state(expected, set()), _state(ported, set()))
+            yield from value_seams(LOOP, _state(expected, left_out=set()), _state(ported, left_out=set()))
             noise, other = ({"noise": step.arguments.get("sample")} for step in (expected, ported))
             yield from value_seams(LOOP, noise, other)
         else:
@@ -503,7 +498,7 @@ def _state(step: SchedulerStep, left_out: set[str]) -> dict[str, Any]:
 
 def _unchanged_fields(first: SchedulerStep, other: SchedulerStep) -> set[str]:
     """Returns the fields of a scheduler's state that are the same at a step as at the first one."""
-    before, after = _state(first, set()), _state(other, set())
+    before, after = _state(first, left_out=set()), _state(other, left_out=set())
     pairs = {name: value_seams(LOOP, {name: before[name]}, {name: after.get(name)}) for name in before}
     return {name for name, seams in pairs.items() if not any(seam.distance for seam in seams)}
 
@@ -575,7 +570,7 @@ def _prompt_and_encoder(name: str) -> tuple[bool, str]:
 
 
 def _is_same(first: Any, other: Any) -> bool:
-    """Returns whether two values are equal, of which at most one is a tensor.
+    """Returns whether two values, at most one of them a tensor, are equal.
 
     A tensor of one element counts as a number; a larger tensor equals nothing.
     """
@@ -608,8 +603,8 @@ def _worst_index(first: torch.Tensor, other: torch.Tensor) -> int:
     """Returns the flat index at which two tensors differ most; 0 if it is below `SHOWN`, or if nothing differs."""
     if first.shape != other.shape or not first.numel() or torch.equal(first, other):
         return 0
-    difference = (first.double() - other.double()).abs().nan_to_num(nan=math.inf)
-    worst = int(difference.argmax())
+    errors = (first.double() - other.double()).abs().nan_to_num(nan=math.inf)
+    worst = int(errors.argmax())
     return 0 if worst < SHOWN else worst
 
 

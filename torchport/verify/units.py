@@ -99,7 +99,7 @@ class Units:
         return self._note_reshaped(list(self._measured(forced, self.call.inner, paths, block, skipped)))
 
     def _note_reshaped(self, measured: list[MeasuredUnit]) -> list[MeasuredUnit]:
-        """Notes in units the first module, outside of each, whose output has another shape than the original's."""
+        """Notes in each unit the first module outside of it whose output has another shape than the original's."""
         assert self.forced_call is not None
         patches: frozenset[str] = frozenset()
         for border, value in self.forced_call.observed.items():
@@ -195,11 +195,11 @@ class Units:
         return tuple(path for path in others if self._is_alike(path, self.forced_call.observed))
 
     def _is_alike(self, path: str, observed: Values) -> bool:
-        """Returns whether the port calls a module as often as the original, with tensors of the same shapes.
-
-        Only such a module can get the original's values. In a capture, some values have only some of their rows.
+        """Returns whether the port's module can get the original's values: port and original call it as often, with
+        tensors of the same shapes, and the values are whole. A capture has only some rows of large values.
         """
         borders = {border for border in self.call.values if border.path == path}
+        # Each call has borders of its own, as a `Border` has the call's number.
         if not borders or borders != {border for border in observed if border.path == path}:
             return False
         if is_sampled([self.call.values[border] for border in borders]):
@@ -387,10 +387,8 @@ def original_outputs(request: Request, file: Path, call: RecordedCall) -> Output
 def outputs_of_original(
     request: Request, file: Path, place: tuple[str, int, int], changes: Sequence[Values]
 ) -> list[Any]:
-    """Returns the outputs of the original's network in a recorded call, one for each set of values at borders.
-
-    Args:
-        place: The network, the denoising step and the number of the call in it, both from 0.
+    """Returns the outputs of the original's network in a recorded call, one for each set of values at borders. `place`
+    is the network, the denoising step, and the number of the call in the step; both count from 0.
     """
     call = read(file).call_of(*place)
     with original_network(accept(request), call) as original:

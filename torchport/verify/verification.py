@@ -338,7 +338,7 @@ def causes_of_network(
         return None if parts is None else distance(parts[unit.call], tensors_of(calls[unit.call].wide_output))
 
     entries = [entry for entry in task.patches([stage]) if not entry.plumbing]
-    if _is_cured(unit.rounding, _error_without(task, stage, folder, None, error)):
+    if _is_cured(unit.rounding, _error_without(task, stage, folder, entry=None, error=error)):
         entries = []  # right on one device: no patch is at fault
     causes, tried = _leave_out(task, stage, folder, unit, entries, error)
     if not tried:
@@ -357,11 +357,9 @@ def _leave_out(
     entries: Sequence[patch.Entry],
     error: Callable[[Port], float | None],
 ) -> tuple[list[Cause], dict[str, float | None]]:
-    """Leaves out one patch at a time, until a unit's `error` is gone.
-
-    Returns:
-        The patch without which the error is gone, as the cause; no cause if the error stays. And by the id of each
-        patch that was tried, the error without it; None where the network cannot be called without it.
+    """Leaves out one patch at a time, until a unit's `error` is gone. Returns the patch without which it is gone, as
+    the cause; no cause if the error stays. And by the id of each patch that was tried, the error without it; None
+    where the network cannot be called then.
     """
     tried: dict[str, float | None] = {}
     with_it = unit.ratio * unit.rounding
@@ -378,12 +376,13 @@ def _leave_out(
 
 
 def _cause(
-    entry: patch.Entry, place: str, with_it: float, without: float | None, rounding: float | None = None
+    entry: patch.Entry, unit: str, with_it: float, without: float | None, rounding: float | None = None
 ) -> Cause:
-    """Returns a patch as the cause of the error `with_it` at a place, such as `transformer.blocks.2` or `sigmas`."""
+    """Returns a patch as the cause of the error `with_it` in a unit or a seam, `transformer.blocks.2` or `sigmas`."""
     written = entry.equivalence.written()  # `bitwise`, or a dict such as {"lossy": "int8"}
     promises = [f"{key}: {value}" for key, value in written.items()] if isinstance(written, dict) else [written]
-    return Cause(entry.id, entry.place, "; ".join(promises), place, with_it, without, "absence", rounding)
+    promise = "; ".join(promises)
+    return Cause(entry.id, entry.place, promise, unit, with_it, without, how="absence", rounding=rounding)
 
 
 def causes_of_decoder(request: Request, original: Request | None, file: Path, folder: Path, decoded: Decoded) -> Search:
@@ -420,10 +419,8 @@ def causes_of_decoder(request: Request, original: Request | None, file: Path, fo
 
 
 def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, called: Collection[str]) -> Search:
-    """Returns the patch that causes a seam's difference, found by bisection. Runs in a process of its own.
-
-    Args:
-        called: The ids of the candidates: of the patches that were called outside the networks.
+    """Returns the patch that causes a seam's difference, found by bisection among the patches with the ids `called`:
+    those that were called outside the networks. Runs in a process of its own.
     """
     task, recorded = accept(request), read(file)
     clue = "no patch is at fault: look at the family's loop, and at the card"
@@ -500,14 +497,14 @@ def _error_at_border(port: Port, call: RecordedCall, measured: MeasuredUnit) -> 
     not call the unit, or returns another shape there.
     """
     values = inner_values(call.values)
-    paths = {*measured.forced, *measured.skipped} - {""}
-    borders = {border: value for border, value in values.items() if border.path in paths}
+    replaced = {*measured.forced, *measured.skipped} - {""}
+    replacements = {border: value for border, value in values.items() if border.path in replaced}
     wide = call.inner if measured.border in call.inner and measured.unit.kind != "block" else call.outer
-    watched = ["", *port.units, *measured.forced]
-    observed = port.called(call.inputs, watched, borders, measured.skipped, [measured.border])[1].observed
-    if measured.border not in observed:
+    paths = ["", *port.units, *measured.forced]
+    _, watched = port.called(call.inputs, paths, replacements, measured.skipped, whole=[measured.border])
+    if measured.border not in watched.observed:
         return None
-    value, exact, unit = observed[measured.border], wide[measured.border], measured.unit
+    value, exact, unit = watched.observed[measured.border], wide[measured.border], measured.unit
     with_patch = unit.ratio * unit.rounding
     added = distance(value, exact)
     if added is None:

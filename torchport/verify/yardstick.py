@@ -167,15 +167,15 @@ def channel_ratio(value: Any, wide: Any, original: Any) -> float:
     size 1. So each channel's error is divided by the channel's greatest value. Some quantiles of these errors are
     compared, and the largest ratio is returned: the rounding of a single channel may be small by luck.
     """
-    ported, exact, originals = by_place(value), by_place(wide), by_place(original)
+    values, wides, originals = by_place(value), by_place(wide), by_place(original)
     ratios = [0.0]
-    for place in ported.keys() & exact.keys() & originals.keys():
-        tensors = ported[place], exact[place], originals[place]
-        if _are_alike(*tensors):
-            least = torch.finfo(tensors[2].dtype).eps
-            errors, rounding = (_channel_errors(tensor, tensors[1], least) for tensor in (tensors[0], tensors[2]))
-            for q in QUANTILES if errors.numel() and rounding.numel() else ():
-                ratios.append(float(errors.quantile(q)) / max(float(rounding.quantile(q)), least))
+    for place in values.keys() & wides.keys() & originals.keys():
+        x, wide_x, original_x = values[place], wides[place], originals[place]
+        if _are_alike(x, wide_x, original_x):
+            least = torch.finfo(original_x.dtype).eps
+            errors, rounding = (_channel_errors(tensor, wide_x, least) for tensor in (x, original_x))
+            if errors.numel() and rounding.numel():
+                ratios += [float(errors.quantile(q)) / max(float(rounding.quantile(q)), least) for q in QUANTILES]
     return max(ratios)
 
 
