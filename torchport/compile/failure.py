@@ -327,7 +327,8 @@ def _cuda(failure: Failure) -> Cure:
     if entry is None and failure.frame.owner == "upstream":  # the statement runs at module level
         method = re.search(r"\.(cuda|to)\(", statement)
         name = re.search(r"\btorch\.(\w+)\(", statement)
-        called = f"Tensor.{method[1]}" if method else name[1] if name else ""
+        called = name[1] if name else ""
+        called = f"Tensor.{method[1]}" if method else called
         entry = proposal.function(f"torch:{called}", failure.home, why, "(...)", importing=True) if called else None
     return fact, failure.remedy("Take the device from a tensor, as x.device", entry), entry
 

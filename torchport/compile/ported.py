@@ -57,8 +57,8 @@ class Ported(torch.nn.Module):
         self.ledger = ledger
         self.owners = owners
         self.signature = inspect.signature(module.forward)
-        self._effects: dict[Any, state.Effects] = {}
-        self._outside: dict[Any, list[dict[Any, Any]]] = {}
+        self._effects: dict[Any, state.Effects] = {}  # by the key of a program, `call` in `_call`
+        self._outside: dict[Any, list[dict[Any, Any]]] = {}  # the states outside of snapshots that are known, by key
         buffers = module.named_buffers(remove_duplicate=False)
         self._memory = {name: buffer.untyped_storage().data_ptr() for name, buffer in buffers}
         self.compiled = network.ported(
@@ -96,7 +96,7 @@ class Ported(torch.nn.Module):
         on_host = module.state_dict(keep_vars=True)
         # A layer may have several names; `weights` has the first. The names of stacked weights are not the module's.
         firsts = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
-        names = {name: firsts.get(id(x), name) for name, x in on_host.items()}
+        names = {name: firsts.get(id(x), name) for name, x in on_host.items()}  # the first name, by each name
         names |= {name: name for name in weights if name not in firsts.values()}
         values = {n: x for n, x in on_host.items() if not getattr(x, "is_meta", False)}
         values |= {name: shard.to_torch(weights[name]) for name in {*names.values()} & weights.keys()}

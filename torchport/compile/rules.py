@@ -74,7 +74,8 @@ class Rules:
         """Returns where each rule of a kind is written, those of a caller of `port` first."""
         count, path = len(getattr(self.as_written, kind)), self._path(kind)
         places = [self.document.place([*path, number]) for number in range(count)]
-        return [*["port(inputs=...)"] * (len(self.extra) if kind == "inputs" else 0), *places]
+        extra = ["port(inputs=...)"] * len(self.extra) if kind == "inputs" else []
+        return [*extra, *places]
 
 
 def of_card(card: Card, document: Document, strategy: str, component: str, extra: Sequence[Rule] = ()) -> Rules:

@@ -484,9 +484,9 @@ class _Survey:
             return term
         if (inner := graph.values_in(value)) is not None:
             names = getattr(value, "_fields", range(len(inner)))
-            is_long = isinstance(value, tuple | frozenset)
-            longer = [(*path, str(name)) if is_long and path is not None else None for name in names]
-            terms = (self.term(each, way, thing, part) for each, way in zip(inner, longer, strict=True))
+            is_container = isinstance(value, tuple | frozenset)
+            paths = [(*path, str(name)) if is_container and path is not None else None for name in names]
+            terms = (self.term(each, longer, thing, part) for each, longer in zip(inner, paths, strict=True))
             attributes = vars(value).items() if isinstance(value, tuple) and hasattr(value, "__dict__") else ()
             return Whole(type(value), tuple(terms), tuple((n, self.term(v, path, thing, part)) for n, v in attributes))
         is_code = isinstance(value, types.FunctionType | torch.nn.Module)
@@ -663,7 +663,7 @@ def _mark(tensor: torch.Tensor) -> Any:
         values = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return tensor.shape, tensor.dtype, tensor.stride(), values
     where = tensor.data_ptr() if tensor.layout == torch.strided else 0
-    return Opaque(tensor), 0 if tensor.is_inference() else tensor._version, where
+    return Opaque(tensor), 0 if tensor.is_inference() else tensor._version, where  # an inference tensor has no count
 
 
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
