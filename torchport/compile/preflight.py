@@ -153,7 +153,7 @@ def _host_bytes(task: Task, component: str) -> int:
     """Returns the bytes of a component's weights, by the checkpoint's files or else the card; 0 for tiny ones."""
     if task.is_tiny:
         return 0
-    dtype = task.settings.dtypes.get(component, torch.float16)
+    dtype = task.settings.dtypes.get(component, torch.float16)  # assumed where the card has none
     root = checkpoint.described(task.checkpoint, task.card)
     folder = None if root is None else task.component_folder(root, component)
     if folder is None or not any(folder.glob("*.safetensors")):

@@ -76,7 +76,8 @@ def _watched(
         for path, module in encoder.named_modules()
     }
     with outputs_kept(modules, lambda path, tensor: values.append((path, sampled(to_host(tensor))))):
-        return values, stage.run(parts, None, task.settings, Steps())
+        outputs = stage.run(parts, None, task.settings, Steps())  # None: the stage has no network
+    return values, outputs
 
 
 def _seams(stage: str, yardstick: Yardstick, port: Values) -> list[Seam]:

@@ -452,9 +452,9 @@ def page_of(verification: Verification) -> str:
         lines=lines(verification)[1:],
         heat=_heat_map(verification.units),
         charts=_charts(verification.units),
-        causes=page.table("", "patch|where|promises|unit|error with it|without it|by", causes),
-        drift=page.table("", f"after step|distance|{floor}", drift),
-        units=page.table("", heads, [_unit_row(unit) for unit in units[:SHOWN]]),
+        causes=page.table(caption="", heads="patch|where|promises|unit|error with it|without it|by", rows=causes),
+        drift=page.table(caption="", heads=f"after step|distance|{floor}", rows=drift),
+        units=page.table(caption="", heads=heads, rows=[_unit_row(unit) for unit in units[:SHOWN]]),
         left_out=max(0, len(units) - SHOWN),
         seams=_seam_table(verification),
         pictures=[(name, base64.b64encode(png).decode()) for name, png in pictures.items()],
@@ -535,4 +535,4 @@ def _seam_table(verification: Verification) -> PageTable:
         distances = f"{seam.distance:.2e}", f"{seam.allowed:.2e}"
         rows.append((seam.name, seam.stage, step, seam.original, seam.port, *distances))
     heads = "value|stage|step|original|port|distance|allowed"
-    return page.table("", heads, rows, bad=len(verification.bad_seams))
+    return page.table(caption="", heads=heads, rows=rows, bad=len(verification.bad_seams))

@@ -258,10 +258,10 @@ class Frames:
 
     psnr: float  #: Of the whole video, dB; infinite where no byte differs.
     worst_psnr: float  #: The lowest PSNR of a frame.
-    worst_psnr_frame: int
+    worst_psnr_frame: int  #: From 1.
     ssim: float | None  #: The mean of all frames; None for frames under 11 x 11 pixels.
     worst_ssim: float | None  #: The lowest SSIM of a frame.
-    worst_ssim_frame: int | None
+    worst_ssim_frame: int | None  #: From 1.
     #: The greatest difference of two bytes.
     greatest: int
 

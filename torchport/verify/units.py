@@ -72,14 +72,14 @@ class Units:
         Keeps the port's calls, which `measure_modules` and `effects` need.
         """
         paths = ["", *self.port.units]
-        output, free = self.port.called(self.call.inputs, paths, {})
+        output, free = self.port.called(self.call.inputs, paths, replacements={})
         self.free_values = free.observed
         self._distance = distance(output, self.call.wide_output)
         self.estimate_rounding(self._distance)
         values = {border: value for border, value in self.call.values.items() if border.path in paths}
         _, forced = self.port.called(self.call.inputs, paths, inner_values(values))
         self.forced_call = forced
-        blocks = list(self._measured(forced, self.call.outer, paths, "", ()))
+        blocks = list(self._measured(forced, self.call.outer, paths, block="", skipped=()))
         for block in blocks:
             block.skipped = self._skipped(block.border.path)
         return self._note_reshaped(blocks)
@@ -220,7 +220,7 @@ class Units:
         call = self.call
         for depth, (border, value) in enumerate(forced.observed.items()):
             is_known = border in wide and border in call.values and (not block or _within(border.path, block))
-            if not is_known or (border.side == "in" and border.path in ("", block)):
+            if not is_known or (border.side == "in" and border.path in ("", block)):  # no unit ends there
                 continue
             original, exact = call.values[border], wide[border]
             rounding, added = distance(original, exact), distance(value, exact)

@@ -333,7 +333,7 @@ def causes_of_network(
 
     def error(port: Port) -> float | None:
         """Returns the error of the network's output in the call that is at fault; None without an output to compare."""
-        outputs = [port.called(values, [], {})[0] for values in inputs]
+        outputs = [port.called(values, paths=[], replacements={})[0] for values in inputs]
         parts = split_by_call(outputs, calls)
         return None if parts is None else distance(parts[unit.call], tensors_of(calls[unit.call].wide_output))
 
