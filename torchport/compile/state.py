@@ -159,7 +159,7 @@ class State:
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):
                 known, path = self._owned.get((id(part), name)), f"{prefix}.{name}".lstrip(".")
                 if known is not None and (known[0] is not tensor or known[1] != tensor._version):
-                    self.refuse(name)
+                    self.refuse(path)
                 # A module that is set after port, or under another name.
                 is_new = known is None and isinstance(tensor, torch.nn.Parameter)
                 if is_new or self._keys.get(path, (id(part), name)) != (id(part), name):
