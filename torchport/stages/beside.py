@@ -15,7 +15,7 @@ from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.load.foreign import tokenizing
 from torchport.save import tree
 from torchport.stages import outputs
-from torchport.stages.image import VaeStandIn
+from torchport.stages.image_latents import VaeStandIn
 from torchport.stages.replay import OTHER_LOOP
 from torchport.stages.stand_in import ComponentStandIn
 

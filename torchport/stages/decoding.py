@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchport.errors import BadValueError
-from torchport.stages.image import EncodedVae
+from torchport.stages.image_latents import EncodedVae
 
 ON_HOST = "Decode on the host: add 'host: [vae]' to the card's 'call'"
 """What to do with a pipeline whose video cannot come from the devices."""

@@ -27,7 +27,7 @@ from torchport.stages import frames, picture
 from torchport.stages.beside import KEPT
 from torchport.stages.decoding import PostponedVae, part_of, processor_of
 from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_noise
-from torchport.stages.image import LATENTS, MOMENTS, EncodedVae, EncodingVae, moments_of
+from torchport.stages.image_latents import LATENTS, MOMENTS, EncodedVae, EncodingVae, moments_of
 from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, LoopLeft, Replay, all_latents
 from torchport.stages.stand_in import ComponentStandIn
 from torchport.stages.upstream_pipeline import PipelineInputs, UpstreamPipeline

@@ -1,4 +1,4 @@
-"""A pipeline's image: what the VAE makes of it is kept where the VAE runs, and given back where it does not.
+"""Latents of a pipeline's image: kept where the VAE runs, and given back where it does not.
 
 `encode_image` keeps the moments of each latent distribution that the pipeline asks its VAE for, before its first step;
 where the VAE stays on the host, `encode` does. `denoise` gives them back, and keeps what the pipeline draws from them.
