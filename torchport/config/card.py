@@ -173,11 +173,11 @@ class Component(Frozen):
         """Refuses `precision` or `build` without a `dtype`, and `key` without a file of `torch.save`."""
         # A bfloat16 component may have it too: a config can make it float32.
         if self.precision != "default" and self.dtype is None:
-            raise ValueError("'precision' is of products, and without a 'dtype' this computes none here")
+            raise ValueError("'precision' is for a component that computes here, and such a component has a 'dtype'")
         if self.build is not None and self.dtype is None:
             raise ValueError("'build' makes a module that is loaded here, and it needs a 'dtype'")
         if self.key is not None and (self.file is None or self.file.endswith((".safetensors", ".json"))):
-            raise ValueError("'key' is one inside a file of torch.save, and there is no such 'file'")
+            raise ValueError("'key' is for a file of torch.save, and 'file' names none")
         return self
 
 
@@ -547,18 +547,20 @@ class Card(Frozen):
 
     @pydantic.model_validator(mode="after")
     def _complete_strategies(self) -> Card:
-        """Completes each strategy's rules: by the strategy in `like`, and, with `call` or `shared`, by shared rules."""
+        """Completes each strategy's rules by those of the strategy in its `like`. With `call` or `shared`, it gets the
+        shared rules, too.
+        """
         strategies = dict(self.strategies)
         if not strategies and self.call:
             strategies = dict.fromkeys(shared_strategies(), Strategy())
         if self.call is not None:
-            names = {*self.call.compiled}
+            compiled = {*self.call.compiled}
         else:
-            names = {"vae"}.union(*(strategy.weights for strategy in strategies.values()))
-        networks = [name for name in self.components if name in names]
+            compiled = {"vae"}.union(*(strategy.weights for strategy in strategies.values()))
+        networks = [name for name in self.components if name in compiled]
         for name, strategy in strategies.items():
-            # Without `like` the strategy lies over itself, which changes nothing.
-            merged = strategy.over(strategies.get(strategy.like or name, strategy))
+            base = strategies.get(strategy.like) if strategy.like else None
+            merged = strategy if base is None else strategy.over(base)
             has_shared = self.call is not None or strategy.shared is not None
             self.strategies[name] = merged.with_shared_rules(name, networks) if has_shared else merged
         return self
@@ -602,7 +604,7 @@ class Card(Frozen):
         stages = set(self.patches)
         for kinds in self.implementations.values():
             stages.update(*kinds.patches.values())
-        for stage in (stage for stage in STAGES if stage in stages):
+        for stage in sorted(stages, key=STAGES.index):
             sets = dict.fromkeys(tuple(self.patch_names(stage, choice)) for choice in choices)
             yield from ((stage, list(names)) for names in sets)
 
@@ -837,9 +839,11 @@ PASSED = ("prompt", "negative_prompt", "generator", "latents", "output_type", "r
 def _argument_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
     """Yields the arguments in a job's `call` that the job may not set, or `call` itself if the family takes none."""
     if card.call is None:
-        for key in (key for key in ("call", "scheduler") if getattr(job, key)):
-            fact = f"'{key}' is for models with 'family: {GENERIC}', and '{card.model}' has '{card.family}'"
-            yield UnknownKeyError(document.place([key, *getattr(job, key)][:2]), fact, f"Remove '{key}'", key=key)
+        for key, arguments in (("call", job.call), ("scheduler", job.scheduler)):
+            if arguments:
+                fact = f"'{key}' is for models with 'family: {GENERIC}', and '{card.model}' has '{card.family}'"
+                first = next(iter(arguments))
+                yield UnknownKeyError(document.place([key, first]), fact, f"Remove '{key}'", key=key)
         return
     for name in job.call:
         place = document.place(["call", name])
@@ -878,8 +882,8 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
     """
     mistakes: list[TorchportError] = []
     for name, component in card.components.items():
-        for key in ("build", "file") if card.pipeline is not None else ():
-            if getattr(component, key) is not None:
+        for key in ("build", "file"):
+            if card.pipeline is not None and getattr(component, key) is not None:
                 fact = f"'{key}' is '{getattr(component, key)}', and 'pipeline' reads a layout that has no such thing"
                 place = document.place(["components", name, key])
                 mistakes.append(BadValueError(place, fact, "Remove 'pipeline', or this"))
@@ -893,10 +897,12 @@ def _missing_rules(card: Card, networks: Collection[str], document: Document) ->
     """Yields an error for each network that a strategy has no rules for; a strategy with `like` may have none."""
     needed = set(networks) & set(card.components)  # `_unknown_names` refuses a network that is no component
     for name, strategy in card.strategies.items():
+        if strategy.like is not None:
+            continue
         for kind, rules in (("weights", strategy.weights), ("inputs", strategy.inputs)):
             # Networks whose name in the rules is misspelt: that name is refused, and is mistake enough.
             misspelt = {closest(key, networks) for key in set(rules) - set(networks)}
-            for network in sorted(needed - set(rules) - misspelt) if strategy.like is None else ():
+            for network in sorted(needed - set(rules) - misspelt):
                 fact, remedy = f"There are no rules for '{network}'", f"Add '{network}', a network of '{card.model}'"
                 yield MissingKeyError(document.place(["strategies", name, kind]), fact, remedy, key=network)
 

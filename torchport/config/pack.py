@@ -84,7 +84,7 @@ class Pack:
         return [file.stem for file in (self.root / "configs" / "models").glob("*.yaml")]
 
     def home(self, model: str, place: str = "") -> Pack:
-        """Returns the highest pack with a model's card (a derived card's lies on top of this one), or raises.
+        """Returns the highest pack with a model's card, or raises. The pack of derived cards lies on top of this one.
 
         Args:
             place: Where the model is named; by default `--model`.
@@ -155,7 +155,7 @@ class Pack:
         return document.over(base)
 
     def base_name(self, name: str) -> str | None:
-        """Returns the name of the card that a card extends; None for no other, or a file that cannot be read."""
+        """Returns the name of the card that a card extends; None if it extends none, or if its file cannot be read."""
         try:
             home = self.home(name)
             document = home.read(home.root / "configs" / "models" / f"{name}.yaml")
@@ -289,7 +289,8 @@ def _installed() -> Iterator[Pack]:
         package, *folders = point.value.split(".")
         is_name = all(part.isidentifier() for part in (package, *folders))
         spec = importlib.util.find_spec(package) if is_name else None
-        for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        places = None if spec is None else spec.submodule_search_locations  # None for a module that is no package
+        for place in places or ():
             root = Path(place, *folders)
             if _is_pack(root):
                 yield Pack(root.resolve(), f"package {point.name}")

@@ -66,7 +66,7 @@ class Layout:
         return any(re.fullmatch(pattern, name) for pattern in self.unread)
 
     def stored_by_file_name(self, folder: Path) -> dict[str, Stored]:
-        """Returns file, dtype and shape of each tensor by its name in the files, with the modules in `without`."""
+        """Returns file, dtype and shape of each tensor by its name in the files, also of the modules in `without`."""
         headers: Iterable[tuple[Path, Mapping[str, Any]]]
         if self.file is not None:
             checkpoint.check_file(folder, self.file)
@@ -103,7 +103,8 @@ class Layout:
 
         file: Path | None = None
         stream: Any = None
-        for name, (path, name_in_file, _, _) in sorted(stored.items(), key=lambda item: item[1][:2]):
+        in_order = sorted(stored.items(), key=lambda item: (item[1].file, item[1].name))
+        for name, (path, name_in_file, _, _) in in_order:
             if path != file:
                 file = path
                 if self.is_pickled:

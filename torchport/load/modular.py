@@ -42,7 +42,7 @@ def as_pipeline(cls: Any) -> Any:
 
 
 def _with_signature(method: Any, parameters: Sequence[inspect.Parameter]) -> Any:
-    """Returns a method with these parameters in its signature, for a method of any keywords: callers inspect it."""
+    """Returns a method that has these parameters and passes them to `method` by keyword: callers inspect signatures."""
     signature = inspect.Signature([_parameter("self"), *parameters])
 
     @functools.wraps(method)
@@ -64,7 +64,9 @@ class PromptBlocks:
     """The blocks of a modular pipeline that run for a prompt, in their order."""
 
     def __init__(self, cls: Any) -> None:
-        """Divides the blocks of a class at the end of its text encoding and at the end of its loop; refuses others."""
+        """Divides the blocks of a class at the end of its text encoding, and at the end of its loop. Refuses a class
+        whose blocks have another order.
+        """
         import diffusers
         from diffusers import SequentialPipelineBlocks
         from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
@@ -103,7 +105,7 @@ class PromptBlocks:
             *(_parameter(each.name, annotation=each.type_hint) for each in loaded),
             *(_parameter(each.name, each.default, type(None)) for each in self.blocks.expected_configs),
         ]
-        # A guider that upstream has switched off computes none, whatever the scale.
+        # A guider that upstream has switched off computes no guidance, whatever the scale.
         guiders = [each.config or {} for each in specs if each.name == _GUIDER]
         scales = [config.get(_SCALE, 5.0) for config in guiders if config.get("enabled", True)]
         names = dict.fromkeys(name for name in (*inputs, *self.embeddings) if name and name != _SCALE)
@@ -125,14 +127,14 @@ class _Pipeline:
         super().__init__(blocks=self.prompt_blocks.blocks)  # type: ignore[call-arg]
         configs = self.prompt_blocks.blocks.expected_configs  # values of the constructor that are no components
         values = {config.name: arguments.pop(config.name, config.default) for config in configs}
-        pipeline: Any = self
+        pipeline: Any = self  # the methods below are those of upstream's class
         pipeline.register_components(**arguments)
         pipeline.register_to_config(**values)
 
     def encode_prompt(self, do_classifier_free_guidance: bool = True, **texts: Any) -> tuple[Any, ...]:
         """Returns the embeddings of a prompt, in the order of `PromptBlocks.embeddings`."""
         if not do_classifier_free_guidance and hasattr(self, _GUIDER):
-            getattr(self, _GUIDER).guidance_scale = 1.0
+            getattr(self, _GUIDER).guidance_scale = 1.0  # switches guidance off
         state = self._state_after(self.prompt_blocks.encode, texts)
         return tuple(state.get(name) for name in self.prompt_blocks.embeddings)
 

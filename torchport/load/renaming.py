@@ -99,7 +99,7 @@ def file_names(
 def _inverse(rule: RenameRule) -> Callable[[str], str | None] | None:
     """Returns the inverse of a rule, a function from a module's name to the file's; None if there is none. For the rule
     from `model\\.(.*)` to `\\1` the function turns `blocks.0` into `model.blocks.0`. It returns None for a name that
-    the rule makes of no other.
+    the rule never produces.
     """
     parts = _parts(rule.match)
     if parts is None:
@@ -108,7 +108,7 @@ def _inverse(rule: RenameRule) -> Callable[[str], str | None] | None:
     # A pattern for the module's names: the text of `to`, with each `\1` as the first group of `match`, named `g1`.
     pattern, seen = "", set()
     for number, piece in enumerate(re.split(r"\\(\d+)", rule.to)):
-        if number % 2 == 0:
+        if number % 2 == 0:  # `split` returns texts and group numbers in turn
             pattern += re.escape(piece)
             continue
         pattern += f"(?P=g{piece})" if piece in seen else f"(?P<g{piece}>{groups[int(piece) - 1]})"
@@ -154,11 +154,11 @@ def _parts(pattern: str) -> tuple[list[str | int], list[str]] | None:
 
 
 def _group(pattern: str, start: int) -> str | None:
-    """Returns the pattern in a group by its start, `a|b` of `(a|b).c` at 1; None with groups inside or no end."""
+    """Returns the pattern in a group, `a|b` of `(a|b).c` from 1 on; None if it has groups inside, or does not end."""
     for end in (match.start() for match in re.finditer(r"\)", pattern[start:])):
         try:
             inner = re.compile(pattern[start : start + end])
         except re.error:
-            continue
+            continue  # this `)` is a part of the group, as in `([)])`
         return None if inner.groups else inner.pattern
     return None

@@ -136,8 +136,8 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        reason = error.strerror or str(error) if isinstance(error, OSError) else None
-        if isinstance(error, SafetensorError) or type(error) is Exception:  # which is what tokenizers raises
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else None
+        if isinstance(error, SafetensorError) or type(error) is Exception:  # tokenizers raises the bare class
             match = re.search(r"([^:]*) \(os error \d+\)", str(error))  # as Rust's standard library writes it
             reason = match[1].strip() if match else None
         if reason is None:
@@ -288,7 +288,7 @@ def tokenizer_class(cls: Any, model_type: str | None = None) -> Any:
     if not is_processor(cls) and cls is not transformers.AutoTokenizer:
         return cls
     name = TOKENIZER_MAPPING_NAMES.get(_model_type(cls) if is_processor(cls) else model_type)
-    # A tokenizer of the class TokenizersBackend is made of its file alone.
+    # A TokenizersBackend is made of its file alone. A T5Tokenizer, which can be trained, takes its place.
     return getattr(transformers, name if name and name != "TokenizersBackend" else "T5Tokenizer")
 
 
