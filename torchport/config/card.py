@@ -320,7 +320,9 @@ class PipelineCall(Frozen):
 
     @property
     def shapes(self) -> dict[str, list[int | str] | None]:
-        """The shape of each embedding by name, of an item for lists; with `negative_apart` also as `negative_...`."""
+        """The shape of each embedding by name; for a list, the shape of an item. With `negative_apart` each shape is
+        there as `negative_NAME`, too.
+        """
         shapes: dict[str, Any] = dict(self.embeddings)
         for name, shape in self.embeddings.items():
             if shape is not None and isinstance(shape[0], list):
@@ -586,10 +588,8 @@ class Card(Frozen):
         return self.model_copy(update={"tiny": self.tiny.model_copy(update={"trained": dict(trained)})})
 
     def patch_names(self, stage: StageName, implementations: Mapping[Several, str]) -> list[str]:
-        """Returns the names of a stage's patches: `["diffusers/some_network", "torch/cuda"]`.
-
-        Args:
-            implementations: What a job chooses by component, `{"vae": "flax"}`; any other has the card's default.
+        """Returns the names of a stage's patches: `["diffusers/some_network", "torch/cuda"]`. `implementations` is what
+        a job chooses by component, `{"vae": "flax"}`; any other component has the card's default.
         """
         names = list(self.patches.get(stage, []))
         for component, choice in self.implementations.items():
@@ -876,9 +876,7 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
     """Refuses a card with unknown names, without rules for a network, or with `build` or `file` beside `pipeline`.
 
     The error has all these mistakes. A component that does not exist is one mistake, however many sections name it.
-
-    Args:
-        networks: The components that the family's stages compile.
+    `networks` are the components that the family's stages compile.
     """
     mistakes: list[TorchportError] = []
     for name, component in card.components.items():

@@ -74,7 +74,7 @@ class Document:
             if not isinstance(upper, dict) or not isinstance(lower, dict):
                 return upper
             inherited = {(*path, key) for key in lower.keys() - upper.keys()}
-            # With the values inside of them.
+            # Their lines, and those of the values inside them.
             inner = {below: line for below, line in base.lines.items() if below[: len(path) + 1] in inherited}
             lines.update(inner)
             files.update(dict.fromkeys(inner, base.file))
@@ -153,11 +153,7 @@ def _plain_events(text: str, file: str) -> Iterator[Any]:
 
 
 def _refusal_at(event: Any, file: str, fact: str, remedy: str) -> SyntaxYamlError:
-    return SyntaxYamlError(f"{file}:{_line(event)}", fact, remedy)
-
-
-def _line(event: Any) -> int:
-    return int(event.start_mark.line) + 1
+    return SyntaxYamlError(f"{file}:{event.start_mark.line + 1}", fact, remedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +169,7 @@ class _Reader:
         if len(path) > _DEEPEST:
             fact = f"The value is nested in more than {_DEEPEST} others"
             raise _refusal_at(event, self.file, fact, "Nest it less deeply")
-        self.lines.setdefault(path, _line(event))  # a mapping's value has the line of its key already
+        self.lines.setdefault(path, event.start_mark.line + 1)  # a mapping's value has the line of its key already
         if isinstance(event, yaml.MappingStartEvent):
             return self._mapping(path)
         if isinstance(event, yaml.SequenceStartEvent):
@@ -196,7 +192,7 @@ class _Reader:
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             if not isinstance(event, yaml.ScalarEvent):
                 raise _refusal_at(event, self.file, "A key is not a plain word", "Use a string as the key")
-            key, line = str(event.value), _line(event)
+            key, line = str(event.value), event.start_mark.line + 1
             if key in result:
                 fact = f"'{key}' stands here and on line {self.lines[*path, key]}"
                 raise DuplicateKeyError(f"{self.file}:{line}", fact, "Keep one of the two", key=key)
@@ -251,7 +247,6 @@ class _Mistake:
     """
 
     def __init__(self, data: Any, error: Any) -> None:
-        """Divides the location of an error in `data`."""
         self.error = error
         self.kind = str(error["type"])
         self.path: Location = ()

@@ -85,9 +85,7 @@ class Pack:
 
     def home(self, model: str, place: str = "") -> Pack:
         """Returns the highest pack with a model's card, or raises. The pack of derived cards lies on top of this one.
-
-        Args:
-            place: Where the model is named; by default `--model`.
+        `place` is where the model is named; by default `--model`.
         """
         name = f"configs/models/{model}.yaml"
         # A card that was derived from a pipeline lies in a cache, as a pack on top of this one.
@@ -100,10 +98,8 @@ class Pack:
         return self.highest(name)
 
     def highest(self, name: str) -> Pack:
-        """Returns the highest pack with a file; refuses one that hides a different file without `overrides: true`.
-
-        Args:
-            name: The file's path in a pack: `configs/720p.yaml`.
+        """Returns the highest pack with a file, by the file's path in a pack: `configs/720p.yaml`. Refuses a file that
+        hides a different one without `overrides: true`.
         """
         home, *lower = [pack for pack in self.layers() if os.path.lexists(pack.root / name)]
         if lower:
@@ -201,10 +197,8 @@ class Pack:
         return str(homes[0].root / card.demo) if homes else card.demo
 
     def job(self, name: str, overrides: Sequence[str] = (), card: Card | None = None) -> tuple[Job, Document]:
-        """Returns a config, by path or name, with overrides such as `cache.start=5`; refuses an unknown name.
-
-        Args:
-            card: The model's, whose own demo is meant by `demo`.
+        """Returns a config, by path or name, with overrides such as `cache.start=5`; refuses an unknown name. With a
+        card, `demo` is the name of the card's demo.
         """
         from torchport.config.card import Job
 
@@ -289,7 +283,7 @@ def _installed() -> Iterator[Pack]:
         package, *folders = point.value.split(".")
         is_name = all(part.isidentifier() for part in (package, *folders))
         spec = importlib.util.find_spec(package) if is_name else None
-        places = None if spec is None else spec.submodule_search_locations  # None for a module that is no package
+        places = None if spec is None else spec.submodule_search_locations
         for place in places or ():
             root = Path(place, *folders)
             if _is_pack(root):
@@ -315,5 +309,4 @@ def _shipped() -> Path:
 
 
 def _is_pack(folder: Path) -> bool:
-    """Returns whether a folder has `patches/` or `configs/` in it."""
     return has_folder(folder / "patches") or has_folder(folder / "configs")

@@ -137,7 +137,8 @@ def _account_pretrained(component: Component, folder: Path) -> None:
     integers = {name: tensor.dtype for name, tensor in module.state_dict().items() if not tensor.is_floating_point()}
     is_unread = layout_of(component, component.file, []).is_unread
     for name, (file, row) in _pretrained_files(folder).items():
-        if not is_unread(name):  # float32 stands for all floating-point dtypes
+        # float32 stands for all floating-point dtypes.
+        if not is_unread(name):
             check_dtype(file, name, row["dtype"], integers.get(name, torch.float32))
 
 

@@ -263,8 +263,9 @@ def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
     """Refuses a checkpoint in a layout of upstream's own whose components are of other classes than the card's."""
     for name, component in card.components.items():
         place, file = folder / card.folder(name, variant), card.file(name, variant)
+        # The remedy of `check_file` says more than that of a missing folder.
         if file is not None and (place == folder or not place.is_dir()):
-            check_file(place, file)  # its remedy says more than that of a missing folder
+            check_file(place, file)
         if not place.is_dir():
             near = [path.name for path in place.parent.iterdir()] if place.parent.is_dir() else []
             remedy = f"Name a checkpoint that has it. {nearest(place.name, near)}"

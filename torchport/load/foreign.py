@@ -35,7 +35,8 @@ def is_absence(error: BaseException) -> bool:
     if isinstance(error, ModuleNotFoundError):
         return True
     # A circle of imports is no absence: Python then says "from partially initialized module".
-    return isinstance(error, ImportError) and re.match(r"cannot import name .* from '", str(error)) is not None
+    is_import = isinstance(error, ImportError)
+    return is_import and re.match(r"cannot import name .* from '", str(error)) is not None
 
 
 def is_cuda(error: BaseException) -> bool:

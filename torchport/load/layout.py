@@ -84,11 +84,8 @@ class Layout:
         }
 
     def additions(self, state: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> Additions:
-        """Returns what the LoRA files add to a module's tensors; refuses a key of a LoRA file that fits none of them.
-
-        Args:
-            state: The module's state dict; only shapes are read.
-            stored: Where each tensor is, as `stored` returns it.
+        """Returns what the LoRA files add to the tensors of a module's state dict; refuses a key of a LoRA file that
+        fits none of them. Of the state dict only the shapes are read.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         return additions(self.loras, shapes, {name: tensor.name for name, tensor in stored.items()})
@@ -119,10 +116,7 @@ DIFFUSERS = Layout()
 
 
 def layout_of(component: Component, file: str | None, places: Sequence[str]) -> Layout:
-    """Returns a component's layout by the card.
-
-    Args:
-        file: The component's `file`, with the checkpoint's variant filled in.
-        places: Where the card has each rule of `rename`, for errors.
+    """Returns a component's layout by the card. The component's `file` has the checkpoint's variant filled in. `places`
+    are where the card has each rule of `rename`, for errors.
     """
     return Layout(file, component.key, tuple(component.rename), tuple(component.unread), tuple(places))

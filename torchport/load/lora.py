@@ -79,10 +79,8 @@ class _Adapter:
     def alpha(self, names: Sequence[str], rank: int) -> float:
         """Returns the alpha of a layer that has no tensor for it: the trainer's, or else the rank.
 
-        Raises if the file's settings have two different alphas, or another rank.
-
-        Args:
-            names: The layer's name in the file, and the name without each prefix.
+        Raises if the file's settings have two different alphas, or another rank. `names` are the layer's name in the
+        file, and the name without each prefix.
         """
         found: dict[float, str] = {}
         for source in self._sources:
@@ -285,7 +283,8 @@ class Loras:
     files: Sequence[Lora]
     #: The card's rules from the names of the component's layers to those in such files.
     names: Sequence[LoraName] = ()
-    places: Sequence[str] = ()  #: Where the card has each of these rules, for errors.
+    #: Where the card has each of these rules, for errors.
+    places: Sequence[str] = ()
 
 
 class _Addition(NamedTuple):
@@ -382,7 +381,6 @@ def _layers_by_name(
     names: dict[str, set[str]] = {}
 
     def note(name: str, layer: str) -> None:
-        """Adds a layer to a name, in both spellings."""
         for spelling in (name, name.replace(".", "_")):
             names.setdefault(spelling, set()).add(layer)
 
@@ -525,7 +523,8 @@ class _Reader:
         if weight not in self.shapes:
             raise self._foreign(f"'{down}' is there, and '{self.component}' has no '{weight}'", OF_THIS, down)
         rows, *columns = self.shapes[weight]
-        rank, *inner = self.header[down]["shape"] or [0]  # a tensor without dims has no rank
+        # A tensor without dims has no rank.
+        rank, *inner = self.header[down]["shape"] or [0]
         if _without_trailing_ones(inner) != _without_trailing_ones(columns):
             raise self._shape_error(down, [rank, *columns], weight)
         shape = self.header[up]["shape"]

@@ -48,8 +48,9 @@ def class_of(path: str, place: str | None = None) -> Any:
     try:
         home = importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # The module itself may be there, and import another that is not.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and imports one that is not
+            raise
         package, _, missing = error.name.rpartition(".")
         if not package:
             fact, remedy = f"There is no package '{missing}' for '{module}'", "Install it, or mend the name"
@@ -197,8 +198,9 @@ def from_arguments(maker: Maker, config: Mapping[str, Any], place: str) -> torch
     if not is_right:
         fact = f"{name} returns a '{type(module).__name__}'"
         raise BadValueError(place, fact, f"It must return a {cls.__name__}, the component's 'class'")
+    # Families read it.
     if not hasattr(module, "config"):
-        vars(module)["config"] = arguments  # families read it
+        vars(module)["config"] = arguments
     return module
 
 
@@ -233,7 +235,6 @@ def building(
     count = itertools.count(1)
 
     def check_count(*_: object) -> None:
-        """Is called for each parameter that a module gets."""
         if next(count) > MOST:
             raise ValueError(f"it asks for more than {MOST} parameters")
 

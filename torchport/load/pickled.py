@@ -63,7 +63,8 @@ def check_mapped(file: Path) -> None:
         start = stream.read(len(LFS))
     if start == LFS:
         raise CheckpointBrokenError(str(file), "It is a pointer of Git LFS, and not the file", "Run: git lfs pull")
-    if not start or start.startswith(b"PK"):  # the start of a zip file, whose end is missing
+    # "PK" is the start of a zip file, and `is_zipfile` looks for its end.
+    if not start or start.startswith(b"PK"):
         raise CheckpointBrokenError(str(file), "It is empty, or ends too early", AGAIN)
     remedy = f"Write it again: python -c \"import torch; f = '{file}'; torch.save(torch.load(f), f)\""
     raise CheckpointForeignError(str(file), "It has the format of PyTorch before 1.6", remedy)
@@ -152,10 +153,11 @@ def _check_records(file: Path) -> None:
 def _state_dict(file: Path, content: Any, key: str | None) -> dict[Any, Any]:
     """Returns the state dict in a file's content: at `key`; or without a key at `state_dict`, or else the content."""
     state = content
-    for word in key.split(".") if key is not None else ():
+    words = [] if key is None else key.split(".")
+    for word in words:
         if not isinstance(state, dict) or word not in state:
-            words = [str(name) for name in state][:12] if isinstance(state, dict) else []
-            raise CheckpointForeignError(str(file), f"It has no '{key}', the card's 'key'", nearest(word, words))
+            known = [str(name) for name in state][:12] if isinstance(state, dict) else []
+            raise CheckpointForeignError(str(file), f"It has no '{key}', the card's 'key'", nearest(word, known))
         state = state[word]
     if key is None and isinstance(state, dict):
         state = state.get("state_dict", state)

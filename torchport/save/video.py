@@ -62,7 +62,7 @@ def _audio(video: OutputContainer, sound: torch.Tensor, rate: int) -> list[Packe
     resampler = AudioResampler(format="fltp", layout=layout, rate=stream.rate, frame_size=1024)
     frame = AudioFrame.from_ndarray(sound.float().contiguous().numpy(), format="fltp", layout=layout)
     frame.sample_rate = rate
-    frames = [*resampler.resample(frame), *resampler.resample(None)]
+    frames = [*resampler.resample(frame), *resampler.resample(None)]  # None: what is left in it
     return [packet for each in (*frames, None) for packet in stream.encode(each)]
 
 
@@ -89,11 +89,8 @@ def _frame(frame_CHW: torch.Tensor) -> VideoFrame:
 
 
 def write_picture(file: Path, frame_CHW: torch.Tensor, facts: Mapping[str, str]) -> None:
-    """Writes a picture as PNG, whole.
-
-    Args:
-        frame_CHW: [3, height, width], bytes, or numbers from 0 to 1.
-        facts: Texts by their keys, which lie in the file: how it was made.
+    """Writes a frame [3, height, width] as PNG, whole: bytes, or numbers from 0 to 1. The file also has `facts`, texts
+    by their keys: how it was made.
     """
     from PIL import Image, PngImagePlugin
 

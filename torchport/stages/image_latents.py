@@ -92,11 +92,7 @@ class EncodingVae(VaeStandIn):
 def moments_of(vae: Any, place: str, **inputs: Any) -> torch.Tensor:
     """Returns mean and log of the variance of the latents that a VAE encodes an image as: [1, 2C, T, H, W].
 
-    It may be traced. Refuses a VAE that returns another distribution.
-
-    Args:
-        place: Where the card names the pipeline's call, for errors.
-        **inputs: Arguments of the VAE's `encode`.
+    It may be traced. Refuses a VAE whose `encode`, called with these inputs, returns another distribution.
     """
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
@@ -138,14 +134,14 @@ class EncodedVae(VaeStandIn):
             by_moments = DiagonalGaussianDistribution(self._kept(f"{MOMENTS}{self.number}"))
             self.number += 1
 
-        def drawn(method: str, *arguments: Any) -> torch.Tensor:
+        def draw(method: str, *arguments: Any) -> torch.Tensor:
             """Returns latents drawn from the distribution, or those that the loop drew; keeps them by number."""
             name = f"{LATENTS}{len(self.drawn)}"
             self.drawn[name] = self._kept(name) if by_moments is None else getattr(by_moments, method)(*arguments)
             return self.drawn[name]
 
         distribution = SimpleNamespace(
-            sample=lambda generator=None: drawn("sample", generator), mode=lambda: drawn("mode")
+            sample=lambda generator=None: draw("sample", generator), mode=lambda: draw("mode")
         )
         return AutoencoderKLOutput(latent_dist=distribution)
 

@@ -218,7 +218,7 @@ class Task:
         digests = {file: _sha256(file)[:16] for file in self.card.python_files(Path(str(self.family.__file__)))}
         for entry in self.patches([stage]):
             file = Path(entry.place.rpartition(":")[0])
-            digests[file.with_name(f"{file.name}: {entry.id}")] = entry_digest(entry)
+            digests[file.with_name(f"{file.name}: {entry.id}")] = entry_digest(entry)  # a row of its own, like a file's
             if entry.reference is not None:
                 digests[file_of(entry, entry.reference)] = _sha256(file_of(entry, entry.reference))[:16]
         code: dict[str, str] = {}
@@ -268,7 +268,6 @@ def _with_family(fields: dict[str, Any]) -> Task:
 
 
 def _sha256(file: Path) -> str:
-    """Returns the SHA-256 of a file, 64 hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -285,7 +284,8 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
     job, job_document = pack.job(request.config, request.overrides, card)
     _check_request(request, card, dry)
     check_job(job, card, job_document, pack.cards())
-    job_as_read, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
+    job_as_read = job
+    job = shard.with_mesh(job, card.strategies[job.strategy], job_document)
     slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
     family = load_family(pack, card, card_document)
     _check_stage(request, family)
@@ -415,7 +415,7 @@ def check_step_cache(
         raise BadValueError(place, fact, "Remove it, --set cache=null, or leave out --backend original")
     for stage in loops:
         if stage.outputs:
-            fact = f"'{stage.network}' returns {', '.join(stage.outputs)}, and a step cache keeps what one output is of"
+            fact = f"'{stage.network}' returns {', '.join(stage.outputs)}, and a step cache is for one output"
             raise BadValueError(place, fact, "Remove it, or --set cache=null")
         if not card.stacks.get(str(stage.network)):
             fact = (
