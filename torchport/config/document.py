@@ -190,9 +190,10 @@ class _Reader:
         """Returns a mapping from the events that follow its start; refuses a key that stands there twice."""
         result: dict[str, Any] = {}
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            line = event.start_mark.line + 1
             if not isinstance(event, yaml.ScalarEvent):
                 raise _refusal_at(event, self.file, "A key is not a plain word", "Use a string as the key")
-            key, line = str(event.value), event.start_mark.line + 1
+            key = str(event.value)
             if key in result:
                 fact = f"'{key}' stands here and on line {self.lines[*path, key]}"
                 raise DuplicateKeyError(f"{self.file}:{line}", fact, "Keep one of the two", key=key)
