@@ -354,8 +354,8 @@ class PipelineCall(Frozen):
 
     @pydantic.model_validator(mode="after")
     def _check_fields(self) -> PipelineCall:
-        """Refuses `conditions` that name no embedding, a `network` that is listed twice, and `sound` beside either."""
-        known = {name: shape for name, shape in self.shapes.items() if shape is not None}
+        """Refuses `conditions` that name no embedding, one `network` twice, and `sound` beside conditions or lists."""
+        known = {name for name, shape in self.shapes.items() if shape is not None}
         unknown = [name for names in self.conditions.values() for name in names if name not in known]
         if unknown:
             raise ValueError(f"'conditions' has '{unknown[0]}', which is none of 'embeddings'")

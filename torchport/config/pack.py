@@ -257,6 +257,7 @@ def find_pack(paths: Sequence[str] = ()) -> Pack:
         packs.append(Pack(root, as_named(root), chosen=True))
     packs += _installed()
     highest = Pack(shipped, SHIPPED, chosen=any(pack.chosen and pack.root == shipped for pack in packs))
+    # From the lowest up.
     for root in reversed(dict.fromkeys(pack.root for pack in packs if pack.root != shipped)):
         first = next(pack for pack in packs if pack.root == root)  # a folder that is named twice is one pack
         highest = dataclasses.replace(first, under=highest)

@@ -351,11 +351,8 @@ def _finite(tensor: torch.Tensor, file: Path, key: str) -> torch.Tensor:
 
 
 def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_file: Mapping[str, str]) -> Additions:
-    """Returns what a component's LoRA files add to its tensors; raises if a key of a file fits no tensor.
-
-    Args:
-        shapes: The shapes of the module's tensors, by name.
-        name_in_file: The name in the checkpoint of each tensor. A LoRA file may use either.
+    """Returns what a component's LoRA files add to its tensors; raises if a key of a file fits no tensor. A file may
+    have the module's names, as `shapes` has, or the checkpoint's: `name_in_file` has these by the module's.
     """
     of_tensor: dict[str, list[_Addition]] = {}
     if loras is None or not loras.files:
@@ -479,7 +476,7 @@ class _Reader:
         if fitting:
             fact = f"'{key}' can be {' and '.join(map(repr, fitting))} of '{self.component}'"
             raise self._foreign(fact, "Give it the name of the one with dots, as the module has it", key)
-        alike = [other for other in layers if ("." in other) == ("." in bare[-1])]  # of the same spelling
+        alike = [other for other in layers if ("." in other) == ("." in bare[-1])]  # both with dots, or without
         remedy = f"{renaming.closest(bare[-1], alike)}. {OF_THIS}, or add a rule to the card's 'lora_names'"
         raise self._foreign(f"'{key}' is no layer of '{self.component}'", remedy, key)
 

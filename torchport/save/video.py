@@ -32,9 +32,7 @@ def encoded(
     frames_FCHW: torch.Tensor, fps: int, track: Callable[..., Any], sound: tuple[torch.Tensor, int] | None = None
 ) -> bytes:
     """Returns an H.264 video of frames [F, 3, height, width]: bytes, or numbers from 0 to 1; height and width even.
-
-    Args:
-        sound: [channels, samples], numbers from -1 to 1 of one or two channels, and the samples a second; it is AAC.
+    `sound` is [1 or 2 channels, samples], numbers from -1 to 1, with the samples a second; it becomes AAC.
     """
     import av
 
@@ -115,7 +113,9 @@ def grid(images: Sequence[Image], columns: int) -> bytes:
     from PIL import ImageOps
     from PIL.Image import new
 
-    columns, gap, (width, height) = min(columns, len(images)), 4, images[0].size
+    columns = min(columns, len(images))
+    width, height = images[0].size
+    gap = 4  # pixels between two cells
     scale = min(1.0, 1600 / (columns * width))
     wide, high = max(1, round(width * scale)), max(1, round(height * scale))
     lines = math.ceil(len(images) / columns)

@@ -14,11 +14,8 @@ WITHOUT_BATCH = "Remove 'conditions' from the card: each call is then computed b
 
 
 class Conditions:
-    """Computes both conditions at the first of a step's two calls, and keeps the second half for the second call.
-
-    Args:
-        embeddings: By input of the network, what it is in the first call and in the second.
-        network: Its name in the card, for errors.
+    """Computes both conditions at the first of a step's two calls, and keeps the second half for the second call. The
+    embeddings are the network's inputs that differ, by name: their values in the first call and in the second.
     """
 
     def __init__(self, embeddings: Mapping[str, tuple[torch.Tensor, torch.Tensor]], network: str, place: str) -> None:

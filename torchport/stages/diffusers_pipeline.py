@@ -50,7 +50,7 @@ DECODER = ("decoder", "post_quant_conv")
 def family(card: Card, place: str) -> ModuleType:
     """Returns the family of a card that has `family: diffusers`, as a module with the names that every family has."""
     module = ModuleType(__name__)
-    assert card.call is not None  # `check_call`
+    assert card.call is not None  # `check_call` has refused a card without it
     takes_image = False if card.call.image is None else ALWAYS
     names = {"STAGES": _stages(card, place), "TAKES_IMAGE": takes_image, "VARIANTS": (), "arrange_tiny": None}
     vars(module).update(names, batch=batch, __file__=__file__)
@@ -64,7 +64,7 @@ def batch(guidance_scale: float) -> int:
 
 def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     """Returns the stages of a card's pipeline in their order: encoding, denoising and `decode`."""
-    assert card.pipeline is not None and card.call is not None  # `check_call`
+    assert card.pipeline is not None and card.call is not None  # `check_call` has refused a card without them
     pipeline = _Stages(card.pipeline, card.call, place, card.text_encoders if card.call.answers else ())
     encoding = _encoding(pipeline)
     parts, uses = ("scheduler", *pipeline.sound_parts), (*DECODE_USES, *pipeline.frame_rate)

@@ -93,7 +93,7 @@ def counts(guider: Any, steps: int, place: str = "guider") -> set[int]:
             guider.set_state(step=step, num_inference_steps=steps, timestep=torch.zeros(()))
             states = guider.prepare_inputs({"text": (torch.zeros(1), torch.ones(1))})
             for state in states:
-                state.noise_pred = torch.randn(1, 2, 1, 2, 2, generator=generator)
+                state.noise_pred = torch.randn(1, 2, 1, 2, 2, generator=generator)  # [B, C, T, H, W]
             guider(states)
             numbers.add(len(states))
     return numbers

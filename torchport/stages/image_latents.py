@@ -119,7 +119,9 @@ class EncodedVae(VaeStandIn):
         super().__init__(vae, dtype)
         self.tensors = tensors
         self.stage = stage
+        #: The calls of `encode` so far.
         self.number = 0
+        #: The latents that the loop has drawn, by name.
         self.drawn: dict[str, torch.Tensor] = {}
 
     def encode(self, pixels: torch.Tensor, **kwargs: Any) -> Any:

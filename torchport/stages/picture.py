@@ -29,10 +29,7 @@ _GREY_16 = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
 def read(file: Path | None, frames: int | None = None) -> Any:
-    """Returns a picture as a `PIL.Image.Image` in RGB; or a list of the first frames of a video.
-
-    Args:
-        frames: How many of a video; None for a picture.
+    """Returns a picture as a `PIL.Image.Image` in RGB; or a list of that many first frames of a video.
 
     Raises:
         BadValueError: Another format, a picture that is broken or moves, or one whose colours depend on who shows it; a

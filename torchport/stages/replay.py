@@ -80,7 +80,7 @@ class Loop:
         parameters = inspect.signature(step.real).parameters
         if self.number == 0:
             self._check_first_step(self.argument("sample", args, kwargs))
-        # Video and sound are stepped once in each step.
+        # The step of the sound, track 1, is the same step of the loop.
         if track == 0:
             self.number += 1
         if "generator" in parameters:

@@ -15,8 +15,9 @@ from typing import Any, Literal
 import torch
 
 from torchport import patch, save, shard
-from torchport.config import Document, checkout, machine
+from torchport.config import Document, checkout
 from torchport.config.card import DENOISING, RANDOM, Card, Job, StageName, check_job, check_names, is_tiny
+from torchport.config.machine import Machine, parse_machine
 from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError, CheckpointMissingError, UnknownNameError, nearest
 from torchport.files.folder import expand_home, has_file
@@ -76,7 +77,7 @@ class Task:
     job: Job
     card_document: Document
     job_document: Document
-    machine: machine.Machine
+    machine: Machine
     family: ModuleType
     settings: families.Settings
     folder: Path
@@ -286,18 +287,18 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
     check_job(job, card, job_document, pack.cards())
     job_as_read = job
     job = shard.with_mesh(job, card.strategies[job.strategy], job_document)
-    slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
+    machine = parse_machine(job.machine, job_document.place(["machine"]))
     family = load_family(pack, card, card_document)
     _check_stage(request, family)
     _check_components(card, job, family, job_document)
     stages = [stage for stage in family.STAGES if request.stage in (stage.name, "all")]
-    check(request.execution, stages, original=request.backend == "original", job=job, machine=slice_)
+    check(request.execution, stages, original=request.backend == "original", job=job, machine=machine)
     check_step_cache(card, job, stages, original=request.backend == "original", document=job_document)
     check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
     if request.backend == "torchax":
         # A mesh that the job takes from its strategy is wrong on the strategy's line.
         mesh_place = job_document.place(["mesh" if job is job_as_read else "strategy"])
-        shard.check_mesh(job.mesh, slice_.devices, job.machine, mesh_place)
+        shard.check_mesh(job.mesh, machine.devices, job.machine, mesh_place)
         shard.check_divides(
             "dp",
             job.mesh.get("dp", 1),
@@ -311,7 +312,8 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
         _check_lora_files(job, request.stage, request.overrides, job_document)
     weights = request.checkpoint or job.checkpoint or card.checkpoint
     checkpoint.check_name(weights)
-    card = card.with_trained({}) if weights == RANDOM else card  # seeded tiny weights, not the trained ones
+    if weights == RANDOM:
+        card = card.with_trained({})
     published = checkpoint.as_published(card, weights)
     if published is not card:
         card, family = published, load_family(pack, published, card_document)
@@ -321,7 +323,7 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
         check_tiling(card, job, stages, job_document)
     _check_variant(request, card, job, family, job_document if job.variant else card_document)
     folder, settings = request.out or _new_folder(request), _settings(request, card, job)
-    return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, upstream)
+    return Task(request, pack, card, job, card_document, job_document, machine, family, settings, folder, upstream)
 
 
 def accept_like(task: Task, request: Request) -> Task:
