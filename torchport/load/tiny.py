@@ -202,8 +202,8 @@ def save_in_layouts(card: Card, layouts: Mapping[str | None, Mapping[str, Layout
     """
     #: The files of components without a format of their own, which may share a file: what each is to hold.
     contents: dict[Path, dict[str, Any]] = {}
-    for variant, layout_of in layouts.items():
-        for name, layout in layout_of.items():
+    for variant, by_component in layouts.items():
+        for name, layout in by_component.items():
             part, place = make(name), folder / card.folder(name, variant)
             if layout.file is None and not layout.rename and hasattr(part, "save_pretrained"):
                 part.save_pretrained(place)
