@@ -134,7 +134,7 @@ def test_a_card_without_stacks_is_refused_before_anything_is_loaded(request_):
     stages = [dataclasses.replace(stage, outputs=("output", "memory")) for stage in task.denoising]
     with pytest.raises(BadValueError) as caught:
         check_step_cache(card, job, stages, False, task.job_document)
-    assert "'transformer' returns output, memory, and a step cache keeps what one output is of." in str(caught.value)
+    assert "'transformer' returns output, memory, and a step cache is for one output." in str(caught.value)
 
 
 def test_a_run_without_steps_reads_no_cache(request_):

@@ -91,7 +91,7 @@ def large_disk(monkeypatch):
 @pytest.mark.parametrize("name", ["nobody/nothing", "nobody/nothing@some-branch"])
 def test_a_repository_that_cannot_be_reached_is_refused(name, card, large_disk):
     text = refusal(CheckpointMissingError, lambda: checkpoint.locate(name, card))
-    assert text.startswith(f"--checkpoint {name}: It is neither in the cache nor to be had: ")
+    assert text.startswith(f"--checkpoint {name}: It is not in the cache, and cannot be downloaded: ")
     assert text.endswith(". Check the name and the network, or pass --checkpoint DIR with a copy of it.")
 
 

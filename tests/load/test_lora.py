@@ -262,7 +262,7 @@ def pair(name=TO_Q, down=DOWN, up=UP, **more):
         (
             pair(**{"blocks.1.to_q.lora_down.weight": DOWN.clone()}),
             CheckpointForeignError,
-            "'blocks.1.to_q.lora_A.weight' and 'blocks.1.to_q.lora_down.weight' are one thing. Remove one of them.",
+            "'blocks.1.to_q.lora_A.weight' and 'blocks.1.to_q.lora_down.weight' mean the same. Remove one of them.",
         ),
         (
             pair(down=DOWN.to(torch.float8_e4m3fn)),
@@ -285,7 +285,7 @@ def test_what_does_not_fit_is_refused_by_file_and_key(filled, tmp_path, tensors,
 
 def test_keys_of_no_lora_are_refused(filled):
     text = refusal(CheckpointForeignError, lambda: filled({"blocks.1.to_q.weight": drawn(6, 4)}))
-    assert "'blocks.1.to_q.weight' ends as no key of a LoRA does. torchport merges pairs" in text
+    assert "'blocks.1.to_q.weight' does not end as a key of a LoRA. torchport merges pairs" in text
     assert "'blocks.0.hada_w1_a' is of LoHa" in refusal(
         CheckpointForeignError, lambda: filled({"blocks.0.hada_w1_a": drawn(6, 4)})
     )
@@ -309,9 +309,9 @@ def test_metadata_that_cannot_be_used_is_refused(filled):
         ("no json", CheckpointBrokenError, "'lora_adapter_metadata' in its metadata is no JSON object"),
         ("[1]", CheckpointBrokenError, "'lora_adapter_metadata' in its metadata is no JSON object"),
         ('{"use_dora": true}', CheckpointForeignError, "'lora_adapter_metadata' has 'use_dora'"),
-        ('{"alpha_pattern": {"(": 1}}', CheckpointBrokenError, "has an alpha that is none"),
+        ('{"alpha_pattern": {"(": 1}}', CheckpointBrokenError, "has a 'alpha_pattern' that cannot be read"),
         ('{"alpha_pattern": {"((([a-z0-9_.]+)+)+)+!": 1}}', CheckpointBrokenError, "it repeats a group, and may take"),
-        ('{"lora_alpha": "much"}', CheckpointBrokenError, "has an alpha that is none"),
+        ('{"lora_alpha": "much"}', CheckpointBrokenError, "has a 'lora_alpha' that is no number"),
         ('{"lora_alpha": NaN}', CheckpointBrokenError, "'lora_alpha' in 'lora_adapter_metadata' is nan, and an alpha"),
         ('{"lora_alpha": 0}', CheckpointBrokenError, "'lora_alpha' in 'lora_adapter_metadata' is 0, and would add"),
         ('{"alpha_pattern": {"to_q": -1}}', CheckpointBrokenError, "The alpha of 'to_q' in 'lora_adapter_metadata' is"),
@@ -382,8 +382,8 @@ def test_an_alpha_that_is_not_understood_is_refused_unless_tensors_have_it(fille
         ),
         ({"networkAlpha": "8"}, "'networkAlpha' in its metadata is not known"),
         ({"decoder.lora_alpha": "8"}, "'decoder.lora_alpha' in its metadata is not known"),
-        ({"lora_alpha": "Dynamic"}, "its metadata has an alpha that is none: 'lora_alpha'"),
-        ({"lora_adapter_metadata": '{"lora_alpha": true}'}, "has an alpha that is none: 'lora_alpha', it is True"),
+        ({"lora_alpha": "Dynamic"}, "its metadata has a 'lora_alpha' that is no number: "),
+        ({"lora_adapter_metadata": '{"lora_alpha": true}'}, "has a 'lora_alpha' that is no number: it is True"),
         (
             {"lora_alpha": "8", "alpha": "4"},
             "'alpha' in its metadata is 4 and 'lora_alpha' in its metadata is 8. Write",
@@ -392,7 +392,7 @@ def test_an_alpha_that_is_not_understood_is_refused_unless_tensors_have_it(fille
             {"lora_alpha": "8", "r": "4"},
             "'r' in its metadata is 4, and 'blocks.1.to_q' has rank 2. Write the file again",
         ),
-        ({"ss_network_alpha": "8", "ss_network_dim": "Dynamic"}, "has an alpha that is none: 'ss_network_dim'"),
+        ({"ss_network_alpha": "8", "ss_network_dim": "Dynamic"}, "has a 'ss_network_dim' that is no number: "),
         ({"lora_alpha": "8", "alpha_pattern": "[1]"}, "'alpha_pattern' in its metadata is no JSON object"),
     ):
         assert fact in refusal(CheckpointBrokenError, lambda m=metadata: filled(pair(), metadata=m))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchport.errors import BadValueError
-from torchport.stages.image import EncodedVae
+from torchport.stages.image_latents import EncodedVae
 from torchport.stages.stand_in import ComponentStandIn, NetworkStandIn, PlacedInputs, StaticList, StaticOptions, static
 
 

@@ -173,11 +173,11 @@ class Component(Frozen):
         """Refuses `precision` or `build` without a `dtype`, and `key` without a file of `torch.save`."""
         # A bfloat16 component may have it too: a config can make it float32.
         if self.precision != "default" and self.dtype is None:
-            raise ValueError("'precision' is of products, and without a 'dtype' this computes none here")
+            raise ValueError("'precision' is for a component that computes here, and such a component has a 'dtype'")
         if self.build is not None and self.dtype is None:
             raise ValueError("'build' makes a module that is loaded here, and it needs a 'dtype'")
         if self.key is not None and (self.file is None or self.file.endswith((".safetensors", ".json"))):
-            raise ValueError("'key' is one inside a file of torch.save, and there is no such 'file'")
+            raise ValueError("'key' is for a file of torch.save, and 'file' names none")
         return self
 
 
@@ -320,7 +320,9 @@ class PipelineCall(Frozen):
 
     @property
     def shapes(self) -> dict[str, list[int | str] | None]:
-        """The shape of each embedding by name, of an item for lists; with `negative_apart` also as `negative_...`."""
+        """The shape of each embedding by name; for a list, the shape of an item. With `negative_apart` each shape is
+        there as `negative_NAME`, too.
+        """
         shapes: dict[str, Any] = dict(self.embeddings)
         for name, shape in self.embeddings.items():
             if shape is not None and isinstance(shape[0], list):
@@ -352,8 +354,8 @@ class PipelineCall(Frozen):
 
     @pydantic.model_validator(mode="after")
     def _check_fields(self) -> PipelineCall:
-        """Refuses `conditions` that name no embedding, a `network` that is listed twice, and `sound` beside either."""
-        known = {name: shape for name, shape in self.shapes.items() if shape is not None}
+        """Refuses `conditions` that name no embedding, one `network` twice, and `sound` beside conditions or lists."""
+        known = {name for name, shape in self.shapes.items() if shape is not None}
         unknown = [name for names in self.conditions.values() for name in names if name not in known]
         if unknown:
             raise ValueError(f"'conditions' has '{unknown[0]}', which is none of 'embeddings'")
@@ -547,18 +549,20 @@ class Card(Frozen):
 
     @pydantic.model_validator(mode="after")
     def _complete_strategies(self) -> Card:
-        """Completes each strategy's rules: by the strategy in `like`, and, with `call` or `shared`, by shared rules."""
+        """Completes each strategy's rules by those of the strategy in its `like`. With `call` or `shared`, it gets the
+        shared rules, too.
+        """
         strategies = dict(self.strategies)
         if not strategies and self.call:
             strategies = dict.fromkeys(shared_strategies(), Strategy())
         if self.call is not None:
-            names = {*self.call.compiled}
+            compiled = {*self.call.compiled}
         else:
-            names = {"vae"}.union(*(strategy.weights for strategy in strategies.values()))
-        networks = [name for name in self.components if name in names]
+            compiled = {"vae"}.union(*(strategy.weights for strategy in strategies.values()))
+        networks = [name for name in self.components if name in compiled]
         for name, strategy in strategies.items():
-            # Without `like` the strategy lies over itself, which changes nothing.
-            merged = strategy.over(strategies.get(strategy.like or name, strategy))
+            base = strategies.get(strategy.like) if strategy.like else None
+            merged = strategy if base is None else strategy.over(base)
             has_shared = self.call is not None or strategy.shared is not None
             self.strategies[name] = merged.with_shared_rules(name, networks) if has_shared else merged
         return self
@@ -584,10 +588,8 @@ class Card(Frozen):
         return self.model_copy(update={"tiny": self.tiny.model_copy(update={"trained": dict(trained)})})
 
     def patch_names(self, stage: StageName, implementations: Mapping[Several, str]) -> list[str]:
-        """Returns the names of a stage's patches: `["diffusers/some_network", "torch/cuda"]`.
-
-        Args:
-            implementations: What a job chooses by component, `{"vae": "flax"}`; any other has the card's default.
+        """Returns the names of a stage's patches: `["diffusers/some_network", "torch/cuda"]`. `implementations` is what
+        a job chooses by component, `{"vae": "flax"}`; any other component has the card's default.
         """
         names = list(self.patches.get(stage, []))
         for component, choice in self.implementations.items():
@@ -602,7 +604,7 @@ class Card(Frozen):
         stages = set(self.patches)
         for kinds in self.implementations.values():
             stages.update(*kinds.patches.values())
-        for stage in (stage for stage in STAGES if stage in stages):
+        for stage in sorted(stages, key=STAGES.index):
             sets = dict.fromkeys(tuple(self.patch_names(stage, choice)) for choice in choices)
             yield from ((stage, list(names)) for names in sets)
 
@@ -837,9 +839,11 @@ PASSED = ("prompt", "negative_prompt", "generator", "latents", "output_type", "r
 def _argument_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
     """Yields the arguments in a job's `call` that the job may not set, or `call` itself if the family takes none."""
     if card.call is None:
-        for key in (key for key in ("call", "scheduler") if getattr(job, key)):
-            fact = f"'{key}' is for models with 'family: {GENERIC}', and '{card.model}' has '{card.family}'"
-            yield UnknownKeyError(document.place([key, *getattr(job, key)][:2]), fact, f"Remove '{key}'", key=key)
+        for key, arguments in (("call", job.call), ("scheduler", job.scheduler)):
+            if arguments:
+                fact = f"'{key}' is for models with 'family: {GENERIC}', and '{card.model}' has '{card.family}'"
+                first = next(iter(arguments))
+                yield UnknownKeyError(document.place([key, first]), fact, f"Remove '{key}'", key=key)
         return
     for name in job.call:
         place = document.place(["call", name])
@@ -872,14 +876,12 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
     """Refuses a card with unknown names, without rules for a network, or with `build` or `file` beside `pipeline`.
 
     The error has all these mistakes. A component that does not exist is one mistake, however many sections name it.
-
-    Args:
-        networks: The components that the family's stages compile.
+    `networks` are the components that the family's stages compile.
     """
     mistakes: list[TorchportError] = []
     for name, component in card.components.items():
-        for key in ("build", "file") if card.pipeline is not None else ():
-            if getattr(component, key) is not None:
+        for key in ("build", "file"):
+            if card.pipeline is not None and getattr(component, key) is not None:
                 fact = f"'{key}' is '{getattr(component, key)}', and 'pipeline' reads a layout that has no such thing"
                 place = document.place(["components", name, key])
                 mistakes.append(BadValueError(place, fact, "Remove 'pipeline', or this"))
@@ -893,10 +895,12 @@ def _missing_rules(card: Card, networks: Collection[str], document: Document) ->
     """Yields an error for each network that a strategy has no rules for; a strategy with `like` may have none."""
     needed = set(networks) & set(card.components)  # `_unknown_names` refuses a network that is no component
     for name, strategy in card.strategies.items():
+        if strategy.like is not None:
+            continue
         for kind, rules in (("weights", strategy.weights), ("inputs", strategy.inputs)):
             # Networks whose name in the rules is misspelt: that name is refused, and is mistake enough.
             misspelt = {closest(key, networks) for key in set(rules) - set(networks)}
-            for network in sorted(needed - set(rules) - misspelt) if strategy.like is None else ():
+            for network in sorted(needed - set(rules) - misspelt):
                 fact, remedy = f"There are no rules for '{network}'", f"Add '{network}', a network of '{card.model}'"
                 yield MissingKeyError(document.place(["strategies", name, kind]), fact, remedy, key=network)
 

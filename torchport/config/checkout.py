@@ -17,10 +17,8 @@ from torchport.processes import git
 
 
 def find(checkout: Checkout | None, path: str | None) -> Path | None:
-    """Returns the folder that `--upstream-path` names, if it is a card's checkout; None for a card without `checkout`.
-
-    Args:
-        path: The flag's value.
+    """Returns the folder that `--upstream-path` names by `path`; refuses a folder that is not the card's checkout.
+    Returns None for a card without `checkout`.
     """
     if checkout is None:
         if path is not None:

@@ -74,7 +74,8 @@ class Document:
             if not isinstance(upper, dict) or not isinstance(lower, dict):
                 return upper
             inherited = {(*path, key) for key in lower.keys() - upper.keys()}
-            inner = {place: line for place, line in base.lines.items() if place[: len(path) + 1] in inherited}
+            # Their lines, and those of the values inside them.
+            inner = {below: line for below, line in base.lines.items() if below[: len(path) + 1] in inherited}
             lines.update(inner)
             files.update(dict.fromkeys(inner, base.file))
             values = {**lower, **{key: merged(upper[key], lower.get(key), (*path, key)) for key in upper}}
@@ -152,11 +153,7 @@ def _plain_events(text: str, file: str) -> Iterator[Any]:
 
 
 def _refusal_at(event: Any, file: str, fact: str, remedy: str) -> SyntaxYamlError:
-    return SyntaxYamlError(f"{file}:{_line(event)}", fact, remedy)
-
-
-def _line(event: Any) -> int:
-    return int(event.start_mark.line) + 1
+    return SyntaxYamlError(f"{file}:{event.start_mark.line + 1}", fact, remedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,14 +169,16 @@ class _Reader:
         if len(path) > _DEEPEST:
             fact = f"The value is nested in more than {_DEEPEST} others"
             raise _refusal_at(event, self.file, fact, "Nest it less deeply")
-        self.lines.setdefault(path, _line(event))  # that of a mapping's value is its key's
+        self.lines.setdefault(path, event.start_mark.line + 1)  # a mapping's value has the line of its key already
         if isinstance(event, yaml.MappingStartEvent):
             return self._mapping(path)
         if isinstance(event, yaml.SequenceStartEvent):
             items = itertools.takewhile(lambda item: not isinstance(item, yaml.SequenceEndEvent), self.events)
             return [self.value(item, (*path, number)) for number, item in enumerate(items)]
         text = str(event.value)
-        for pattern, read in _CORE if not event.style else ():  # quoted text and blocks stay text
+        if event.style:
+            return text  # it is quoted, or a block
+        for pattern, read in _CORE:
             if pattern.fullmatch(text):
                 try:
                     return read(text)
@@ -191,9 +190,10 @@ class _Reader:
         """Returns a mapping from the events that follow its start; refuses a key that stands there twice."""
         result: dict[str, Any] = {}
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            line = event.start_mark.line + 1
             if not isinstance(event, yaml.ScalarEvent):
                 raise _refusal_at(event, self.file, "A key is not a plain word", "Use a string as the key")
-            key, line = str(event.value), _line(event)
+            key = str(event.value)
             if key in result:
                 fact = f"'{key}' stands here and on line {self.lines[*path, key]}"
                 raise DuplicateKeyError(f"{self.file}:{line}", fact, "Keep one of the two", key=key)
@@ -231,7 +231,8 @@ def validated(model: type[ModelT], document: Document) -> ModelT:
         return model.model_validate(document.data)
     except pydantic.ValidationError as error:
         mistakes = [_Mistake(document.data, each) for each in error.errors()]
-        # Of the alternatives of one field, take the one that matched furthest. Our own checks come last.
+        # A misspelt key comes before the key that is missing for it. Of the alternatives of one field, the one that
+        # matched furthest comes first: the longest path, or one of our own checks, which run after pydantic's.
         mistakes.sort(key=lambda m: (m.kind == "missing", document.line(m.path), -len(m.path), m.kind != "value_error"))
         kept: list[_Mistake] = []
         for mistake in mistakes:
@@ -247,7 +248,6 @@ class _Mistake:
     """
 
     def __init__(self, data: Any, error: Any) -> None:
-        """Divides the location of an error in `data`."""
         self.error = error
         self.kind = str(error["type"])
         self.path: Location = ()
@@ -313,7 +313,7 @@ def _kind_refusal(model: type[Frozen], document: Document, location: Location, v
     kinds = [str(values[key][0]) for values in literals]
     all_kinds = f"Write a '{key}': {', '.join(kinds[:-1])} or {kinds[-1]}"
     if not isinstance(value, dict):
-        sample = value if value in kinds else kinds[0]
+        sample = value if value in kinds else kinds[0]  # the kind alone may stand there
         remedy = f"It must be a mapping of keys to values, such as {{{key}: {sample}}}"
         return WrongTypeError(place, _fact(name, value), remedy if sample == value else f"{remedy}. {all_kinds}")
     if key not in value:
@@ -357,7 +357,8 @@ def _keys(model: type[Frozen], location: Location, data: Any) -> list[str]:
             keys = data
         data = data[part] if part in keys else None
     values = data if isinstance(data, dict) else {}
-    fitting = [c for c in candidates if all(values.get(key, v[0]) in v for key, v in _literals(c).items())]
+    # An alternative fits if the data has no other value for one of its literals; a key that is absent fits.
+    fitting = [c for c in candidates if all(values.get(key, kinds[0]) in kinds for key, kinds in _literals(c).items())]
     return sorted({field.alias or name for c in fitting or candidates for name, field in c.model_fields.items()})
 
 

@@ -46,7 +46,7 @@ class Machine:
         return self.chip
 
 
-HOST = Machine("the host", "cpu", 0)
+HOST = Machine("the host", "cpu", devices=0)
 """The host alone, for what runs in PyTorch."""
 
 

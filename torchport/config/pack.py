@@ -84,10 +84,8 @@ class Pack:
         return [file.stem for file in (self.root / "configs" / "models").glob("*.yaml")]
 
     def home(self, model: str, place: str = "") -> Pack:
-        """Returns the highest pack with a model's card (a derived card's lies on top of this one), or raises.
-
-        Args:
-            place: Where the model is named; by default `--model`.
+        """Returns the highest pack with a model's card, or raises. The pack of derived cards lies on top of this one.
+        `place` is where the model is named; by default `--model`.
         """
         name = f"configs/models/{model}.yaml"
         # A card that was derived from a pipeline lies in a cache, as a pack on top of this one.
@@ -100,10 +98,8 @@ class Pack:
         return self.highest(name)
 
     def highest(self, name: str) -> Pack:
-        """Returns the highest pack with a file; refuses one that hides a different file without `overrides: true`.
-
-        Args:
-            name: The file's path in a pack: `configs/720p.yaml`.
+        """Returns the highest pack with a file, by the file's path in a pack: `configs/720p.yaml`. Refuses a file that
+        hides a different one without `overrides: true`.
         """
         home, *lower = [pack for pack in self.layers() if os.path.lexists(pack.root / name)]
         if lower:
@@ -155,7 +151,7 @@ class Pack:
         return document.over(base)
 
     def base_name(self, name: str) -> str | None:
-        """Returns the name of the card that a card extends; None for no other, or a file that cannot be read."""
+        """Returns the name of the card that a card extends; None if it extends none, or if its file cannot be read."""
         try:
             home = self.home(name)
             document = home.read(home.root / "configs" / "models" / f"{name}.yaml")
@@ -201,10 +197,8 @@ class Pack:
         return str(homes[0].root / card.demo) if homes else card.demo
 
     def job(self, name: str, overrides: Sequence[str] = (), card: Card | None = None) -> tuple[Job, Document]:
-        """Returns a config, by path or name, with overrides such as `cache.start=5`; refuses an unknown name.
-
-        Args:
-            card: The model's, whose own demo is meant by `demo`.
+        """Returns a config, by path or name, with overrides such as `cache.start=5`; refuses an unknown name. With a
+        card, `demo` is the name of the card's demo.
         """
         from torchport.config.card import Job
 
@@ -263,6 +257,7 @@ def find_pack(paths: Sequence[str] = ()) -> Pack:
         packs.append(Pack(root, as_named(root), chosen=True))
     packs += _installed()
     highest = Pack(shipped, SHIPPED, chosen=any(pack.chosen and pack.root == shipped for pack in packs))
+    # From the lowest up.
     for root in reversed(dict.fromkeys(pack.root for pack in packs if pack.root != shipped)):
         first = next(pack for pack in packs if pack.root == root)  # a folder that is named twice is one pack
         highest = dataclasses.replace(first, under=highest)
@@ -289,7 +284,8 @@ def _installed() -> Iterator[Pack]:
         package, *folders = point.value.split(".")
         is_name = all(part.isidentifier() for part in (package, *folders))
         spec = importlib.util.find_spec(package) if is_name else None
-        for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        places = None if spec is None else spec.submodule_search_locations
+        for place in places or ():
             root = Path(place, *folders)
             if _is_pack(root):
                 yield Pack(root.resolve(), f"package {point.name}")
@@ -314,5 +310,4 @@ def _shipped() -> Path:
 
 
 def _is_pack(folder: Path) -> bool:
-    """Returns whether a folder has `patches/` or `configs/` in it."""
     return has_folder(folder / "patches") or has_folder(folder / "configs")

@@ -22,7 +22,7 @@ Axis = Literal["dp", "sp", "tp"]
 def _regex(text: str) -> str:
     """Returns the text, if it is a regular expression; raises a ValueError otherwise."""
     try:
-        with warnings.catch_warnings(action="error", category=FutureWarning):  # as `[[` means two things
+        with warnings.catch_warnings(action="error", category=FutureWarning):  # `[[` may come to mean a nested set
             re.compile(text)
     except (re.error, FutureWarning) as error:
         raise ValueError(f"It must be a regular expression: {error}") from error

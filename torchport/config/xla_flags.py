@@ -53,10 +53,8 @@ class FlagSet(Frozen):
         return VARIABLES[self.platform]
 
     def value(self, environment: Mapping[str, str]) -> str:
-        """Returns the new value of `variable`: the flags that it has, then those of the set; raises if they conflict.
-
-        Args:
-            environment: The environment variables so far.
+        """Returns the new value of `variable`: the flags that it has in this environment, then those of the set. Raises
+        if they conflict.
         """
         place = f"--xla-flags {self.name}"
         flags = environment.get(self.variable, "").split()

@@ -38,7 +38,7 @@ def is_built_here(component: Component) -> bool:
     cls = class_of(component.class_)
     if component.build is not None:
         return True
-    # Only transformers knows how its classes take the names in their files.
+    # diffusers' classes have `from_config`. transformers' have `config_class`, and rename tensors while they load.
     return issubclass(cls, torch.nn.Module) and (hasattr(cls, "from_config") or not hasattr(cls, "config_class"))
 
 
@@ -49,12 +49,12 @@ def reads_config(component: Component) -> bool:
 
 
 def records_config(component: Component, folder: Path) -> bool:
-    """Whether a component of a checkpoint is built from the `config.json` in its folder. Modules of transformers are,
-    too, unless the card says how they are built.
+    """Whether a component of a checkpoint is built from the `config.json` in its folder. Modules of transformers are
+    built from it, too, unless the card says how to build them.
     """
     is_transformers = not component.published and hasattr(class_of(component.class_), "config_class")
-    is_open = component.build is None and component.file is None and is_transformers
-    return reads_config(component) or (is_open and (folder / "config.json").is_file())
+    in_card = component.build is not None or component.file is not None
+    return reads_config(component) or (is_transformers and not in_card and (folder / "config.json").is_file())
 
 
 def account_component(
@@ -73,14 +73,15 @@ def account_component(
             recipe = Recipe(component.class_, checkpoint.read_json(file), str(file))
             check_values(class_of(component.class_), file, recipe.config)
         module = published(*recipe)
-        layout.additions(module.state_dict(), account(module, folder, layout)).check()
+        stored = account(module, folder, layout)
+        layout.additions(module.state_dict(), stored).check()  # refuses NaN and infinity in LoRA files
     elif component.rename:
         fact = f"'rename' is for modules that torchport fills, and upstream loads {component.class_}"
         raise BadValueError(layout.places[0] if layout.places else str(folder), fact, "Remove it, or add 'build'")
     elif component.file is not None:
-        # Upstream loads the file strictly, so it refuses wrong keys and shapes.
-        for stored in layout.stored_by_file_name(folder).values():
-            check_dtype(stored.file, stored.name, stored.dtype, torch.float32)
+        # Upstream loads strictly, and refuses wrong keys and shapes. float32 stands for all floating-point dtypes.
+        for tensor in layout.stored_by_file_name(folder).values():
+            check_dtype(tensor.file, tensor.name, tensor.dtype, torch.float32)
     elif issubclass(class_of(component.class_), torch.nn.Module):
         _account_pretrained(component, folder)
     else:
@@ -96,10 +97,11 @@ def check_init(card: Card, folder: Path) -> None:
     defaults = inspect.signature(class_of(str(card.pipeline)).__init__).parameters
     init = {name: each.default for name, each in defaults.items() if each.default is not each.empty} | card.call.init
     file, index = checkpoint.pipeline_index(folder)
-    values = {key for key, value in index.items() if not key.startswith("_") and not isinstance(value, list)}
-    values &= set(init) if modular.is_modular(class_of(str(card.pipeline))) else values  # the class reads no others
+    names = {key for key, value in index.items() if not key.startswith("_") and not isinstance(value, list)}
+    if modular.is_modular(class_of(str(card.pipeline))):
+        names &= set(init)  # the class reads no others
     left_out = {name for name, value in card.call.init.items() if value is None and isinstance(index.get(name), list)}
-    for name in sorted((values | set(card.call.init)) - left_out):
+    for name in sorted((names | set(card.call.init)) - left_out):
         if (index.get(name) or None) != (init.get(name) or None):
             fact = f"'{name}' is {index.get(name)!r}"
             remedy = (
@@ -111,7 +113,8 @@ def check_init(card: Card, folder: Path) -> None:
 def _pretrained_files(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Returns the file and the header's row of each tensor that transformers reads: `{"lm_head.weight": (file, row)}`.
 
-    A row has `dtype` and `shape`. Refuses a folder without safetensors and pickle under the names of transformers.
+    A row has `dtype` and `shape`. Refuses a folder whose files do not have the names under which transformers reads
+    them.
     """
     file = folder / "pytorch_model.bin"
     if file.is_file() and not any(folder.glob("*.safetensors*")):
@@ -134,6 +137,7 @@ def _account_pretrained(component: Component, folder: Path) -> None:
     integers = {name: tensor.dtype for name, tensor in module.state_dict().items() if not tensor.is_floating_point()}
     is_unread = layout_of(component, component.file, []).is_unread
     for name, (file, row) in _pretrained_files(folder).items():
+        # float32 stands for all floating-point dtypes.
         if not is_unread(name):
             check_dtype(file, name, row["dtype"], integers.get(name, torch.float32))
 
@@ -176,7 +180,8 @@ def _check_config(cls: Any, folder: Path) -> None:
         raise CheckpointForeignError(str(file), fact, "Remove it, and keep the weights in model.safetensors")
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key, value in part.items():
-            if "layers" in key and isinstance(value, int) and value > MOST:  # lists are made of it before any layer is
+            # A constructor makes lists of this length before its first layer.
+            if "layers" in key and isinstance(value, int) and value > MOST:
                 fact, remedy = f"'{key}' is {value:.3g}", f"It must be at most {MOST}: name a checkpoint of this model"
                 raise CheckpointForeignError(str(file), fact, remedy)
         for key in ("dtype", "torch_dtype"):
@@ -186,7 +191,7 @@ def _check_config(cls: Any, folder: Path) -> None:
 
 
 def text_encoder(component: Component, folder: Path, dtype: str, what: str) -> torch.nn.Module:
-    """Returns a transformers model in host memory, loaded by its own `from_pretrained`; see `account_component`."""
+    """Returns a transformers model in host memory, loaded by its own `from_pretrained`. The log calls it `what`."""
     if component.file is not None:
         name = class_of(component.class_).__name__
         fact = f"'file' is '{component.file}', and transformers reads a {name} under names of its own"
@@ -222,7 +227,8 @@ def _check_part(class_path: str, folder: Path) -> None:
         config = checkpoint.read_json(file)
         if file.name == getattr(cls, "config_name", None):
             check_values(cls, file, config)
-    # Without its vocabulary transformers silently makes an empty tokenizer.
+    # Without its vocabulary transformers silently makes an empty tokenizer. A fast tokenizer needs one file, a slow one
+    # all others; a scheduler needs none of them.
     names: dict[str, str] = dict(getattr(cls, "vocab_files_names", {}))
     fast_file = names.pop("tokenizer_file", None)
     has_fast = fast_file is not None and (folder / fast_file).is_file()

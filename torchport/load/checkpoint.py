@@ -21,7 +21,7 @@ from torchport.progress import log
 
 WHOLE, AGAIN = "Download the checkpoint again, whole", "Download the file again"
 ONE_SET = "Keep one set of weights in this folder"
-"""What to do about a file that is missing, or broken, or one of two."""
+"""Remedies for a missing file, for a broken file, and for a file too many."""
 
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -53,7 +53,7 @@ class Checkpoint:
 
 
 def is_folder(name: str) -> bool:
-    """Whether `--checkpoint` names a folder rather than `repo@revision`."""
+    """Whether `--checkpoint` names a folder; else it names `owner/repo@revision`. `a/b` is a folder if one is there."""
     return name.startswith((".", "/", "~")) or ("@" not in name and (Path(name).exists() or name.count("/") != 1))
 
 
@@ -113,9 +113,10 @@ def as_published(card: Card, name: str) -> Card:
     init = {key: index[key] for key in card.call.init if key in index and type(index[key]) in plain}
     parts = dict(card.components)
     for part, component in parts.items():
-        # transformers 4 had two of each tokenizer.
-        path = ":".join(map(str, index[part])).removesuffix("Fast") if isinstance(index.get(part), list) else ""
-        if component.dtype is None and re.fullmatch(_WITHOUT_WEIGHTS, path):
+        if component.dtype is not None or not isinstance(index.get(part), list):
+            continue
+        path = ":".join(map(str, index[part])).removesuffix("Fast")  # transformers 4 had each tokenizer twice
+        if re.fullmatch(_WITHOUT_WEIGHTS, path):
             parts[part] = component.model_copy(update={"class_": path})
     call = card.call.model_copy(update={"init": {**card.call.init, **init}})
     return card.model_copy(update={"call": call, "components": parts})
@@ -163,12 +164,14 @@ def _download(name: str, card: Card, variant: str | None) -> Path:
                 patterns.append(f"{file.removesuffix(_INDEX)}*.safetensors")
     snapshot = _snapshot(name, patterns)
     if needs_root:  # all files directly in the root; in a pattern of the hub, `*` also stands for a path
-        _snapshot(f"{name.partition('@')[0]}@{snapshot.name}", ["*"], ["*/*"])
+        _snapshot(f"{name.partition('@')[0]}@{snapshot.name}", ["*"], without=["*/*"])
     return snapshot
 
 
 def _snapshot(name: str, patterns: list[str], without: list[str] | None = None) -> Path:
-    """Returns a repository's folder in the hub's cache after downloading all of `patterns` but `without`, or raises."""
+    """Returns a repository's folder in the hub's cache, after a download of files that match one of `patterns`, and
+    none of `without`.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -178,7 +181,7 @@ def _snapshot(name: str, patterns: list[str], without: list[str] | None = None) 
         return Path(take(repo, revision=revision or "main"))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
-        fact = f"It is neither in the cache nor to be had: {reason}"
+        fact = f"It is not in the cache, and cannot be downloaded: {reason}"
         remedy = "Check the name and the network, or pass --checkpoint DIR with a copy of it"
         raise CheckpointMissingError(f"--checkpoint {name}", fact, remedy, repo=repo) from error
 
@@ -224,7 +227,7 @@ def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
             remedy = f"The card '{card.model}' wants a {class_name}. {nearest(name, index)}"
             raise CheckpointForeignError(str(file), fact, remedy, component=name)
         words = index[name] if isinstance(index[name], list) else []
-        classes = [str(word).removesuffix("Fast") for word in words]  # transformers 4 had two of each tokenizer
+        classes = [str(word).removesuffix("Fast") for word in words]  # transformers 4 had each tokenizer twice
         # For a class of a pipeline, diffusers names the folder of that pipeline.
         if classes[1:] != [class_name] or classes[0] not in library.split("."):
             remedy = f"The card '{card.model}' wants {[library, class_name]}: name a checkpoint of that model"
@@ -232,6 +235,7 @@ def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
     if card.call is None or file.name != "model_index.json":
         return
     for name, value in index.items():
+        # A component that the checkpoint lacks is [null, null].
         is_part = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
         if is_part and name not in card.components and name not in card.call.init:
             fact = f"It has the component '{name}', and the card '{card.model}' builds the pipeline without it"
@@ -259,6 +263,7 @@ def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
     """Refuses a checkpoint in a layout of upstream's own whose components are of other classes than the card's."""
     for name, component in card.components.items():
         place, file = folder / card.folder(name, variant), card.file(name, variant)
+        # The remedy of `check_file` says more than that of a missing folder.
         if file is not None and (place == folder or not place.is_dir()):
             check_file(place, file)
         if not place.is_dir():
@@ -360,7 +365,7 @@ def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:
 
 
 def _shards(index: Path) -> list[Path]:
-    """Returns the files that an index names; refuses an index that names a file which is not beside it."""
+    """Returns the files that an index names, which lie beside it; refuses a name with folders in it."""
     mapping = read_json(index).get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
         raise CheckpointBrokenError(str(index), "It has no 'weight_map'", AGAIN)

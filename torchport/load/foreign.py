@@ -34,10 +34,9 @@ def is_absence(error: BaseException) -> bool:
     """Returns whether an exception says that a package, or a name in one, is not here: no file is at fault."""
     if isinstance(error, ModuleNotFoundError):
         return True
-    return (
-        isinstance(error, ImportError)
-        and re.match(r"cannot import name .* from '(?!partially)", str(error)) is not None
-    )
+    # A circle of imports is no absence: Python then says "from partially initialized module".
+    is_import = isinstance(error, ImportError)
+    return is_import and re.match(r"cannot import name .* from '", str(error)) is not None
 
 
 def is_cuda(error: BaseException) -> bool:
@@ -128,7 +127,7 @@ def _is_like(value: Any, default: Any) -> bool:
         return isinstance(value, bool)
     if isinstance(default, int | float):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and (-1e300 < value < 1e300 or value == default)
+        return is_number and (-1e300 < value < 1e300 or value == default)  # false for NaN, and for 400 digits
     if isinstance(default, list | tuple):
         if not isinstance(value, list):
             return False

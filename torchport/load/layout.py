@@ -66,7 +66,7 @@ class Layout:
         return any(re.fullmatch(pattern, name) for pattern in self.unread)
 
     def stored_by_file_name(self, folder: Path) -> dict[str, Stored]:
-        """Returns file, dtype and shape of each tensor by its name in the files, with the modules in `without`."""
+        """Returns file, dtype and shape of each tensor by its name in the files, also of the modules in `without`."""
         headers: Iterable[tuple[Path, Mapping[str, Any]]]
         if self.file is not None:
             checkpoint.check_file(folder, self.file)
@@ -84,11 +84,8 @@ class Layout:
         }
 
     def additions(self, state: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> Additions:
-        """Returns what the LoRA files add to a module's tensors; refuses a key of a LoRA file that fits none of them.
-
-        Args:
-            state: The module's state dict; only shapes are read.
-            stored: Where each tensor is, as `stored` returns it.
+        """Returns what the LoRA files add to the tensors of a module's state dict; refuses a key of a LoRA file that
+        fits none of them. Of the state dict only the shapes are read.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         return additions(self.loras, shapes, {name: tensor.name for name, tensor in stored.items()})
@@ -103,7 +100,8 @@ class Layout:
 
         file: Path | None = None
         stream: Any = None
-        for name, (path, name_in_file, _, _) in sorted(stored.items(), key=lambda item: item[1][:2]):
+        in_order = sorted(stored.items(), key=lambda item: (item[1].file, item[1].name))
+        for name, (path, name_in_file, _, _) in in_order:
             if path != file:
                 file = path
                 if self.is_pickled:
@@ -118,10 +116,7 @@ DIFFUSERS = Layout()
 
 
 def layout_of(component: Component, file: str | None, places: Sequence[str]) -> Layout:
-    """Returns a component's layout by the card.
-
-    Args:
-        file: The component's `file`, with the checkpoint's variant filled in.
-        places: Where the card has each rule of `rename`, for errors.
+    """Returns a component's layout by the card. The component's `file` has the checkpoint's variant filled in. `places`
+    are where the card has each rule of `rename`, for errors.
     """
     return Layout(file, component.key, tuple(component.rename), tuple(component.unread), tuple(places))

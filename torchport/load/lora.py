@@ -79,10 +79,8 @@ class _Adapter:
     def alpha(self, names: Sequence[str], rank: int) -> float:
         """Returns the alpha of a layer that has no tensor for it: the trainer's, or else the rank.
 
-        Raises if the file's settings have two different alphas, or another rank.
-
-        Args:
-            names: The layer's name in the file, and the name without each prefix.
+        Raises if the file's settings have two different alphas, or another rank. `names` are the layer's name in the
+        file, and the name without each prefix.
         """
         found: dict[float, str] = {}
         for source in self._sources:
@@ -98,18 +96,20 @@ class _Adapter:
 
     def _read(self, metadata: Mapping[str, str], keys: Sequence[str]) -> Iterator[_Settings]:
         """Yields the settings in PEFT's file beside the LoRA, and those in the LoRA's metadata."""
+        # The configuration may be another file's, unless the name or the keys of this file are PEFT's.
         beside = config_beside(self._file)
         if beside and (self._file.stem == "adapter_model" or all(key.startswith("base_model.") for key in keys)):
             yield _Settings(f"'{CONFIG_FILE}' beside it", checkpoint.read_json(beside))
         yield _Settings("its metadata", self._component_settings(metadata))
         for key, text in sorted(metadata.items()):
+            # Trainers write the same JSON under other keys.
             if key == METADATA or re.match(r'\s*\{.*"(\w+\.)?lora_alpha"', text, re.DOTALL):
                 yield _Settings(f"'{key}'", self._component_settings(self._json_object(key, text)))
 
-    def _json_object(self, key: str, text: Any) -> dict[str, Any]:
-        """Returns a JSON object that is a value in the metadata, as text or already parsed; raises for other values."""
+    def _json_object(self, key: str, content: Any) -> dict[str, Any]:
+        """Returns the JSON object of a key in the metadata, given as text or parsed already; refuses other content."""
         try:
-            value = json.loads(text) if isinstance(text, str) else text
+            value = json.loads(content) if isinstance(content, str) else content
         except (ValueError, RecursionError) as error:
             raise self._broken(f"'{key}' in its metadata is no JSON object") from error
         if not isinstance(value, dict):
@@ -122,7 +122,7 @@ class _Adapter:
         A setting with the network's name in front replaces a general one. Those of text encoders are left out.
         """
         settings = {name: value for name, value in values.items() if not name.startswith("text_encoder")}
-        for prefix in dict.fromkeys(("transformer.", f"{self._component}.")):
+        for prefix in dict.fromkeys(("transformer.", f"{self._component}.")):  # each prefix once
             settings |= {
                 name.removeprefix(prefix): value for name, value in settings.items() if name.startswith(prefix)
             }
@@ -138,7 +138,7 @@ class _Adapter:
         for name, why in _OTHER_SUMS.items():
             if name in values and not _is_unset(values[name]):
                 raise self._foreign(source, name, why)
-        start = str(values.get("init_lora_weights", True)).lower()
+        start = str(values.get("init_lora_weights", True)).lower()  # True is PEFT's default
         if start not in _KEEPS_THE_BASE:
             raise self._foreign(source, "init_lora_weights", f"'{start}' changes the model's own weights")
 
@@ -158,11 +158,13 @@ class _Adapter:
     def _alphas(self, source: _Settings, names: Sequence[str]) -> Iterator[tuple[str, float]]:
         """Yields the alphas that a source has for a layer: of a pattern that fits, or else all general ones.
 
-        Each has words for errors before it: `("'alpha' in its metadata", 16.0)`. Refuses an unknown name like an alpha.
+        Each has words for errors before it: `("'alpha' in its metadata", 16.0)`. Refuses a setting whose name ends in
+        `alpha` and is not known.
         """
-        if of_layer := self._first_matching(source, "alpha_pattern", names):
-            pattern, value = of_layer
-            yield f"The alpha of '{pattern}' in {source.name}", self._number(source, pattern, value, "The alpha of ")
+        if match := self._first_matching(source, "alpha_pattern", names):
+            pattern, value = match
+            alpha = self._number(source, pattern, value, before="The alpha of ")
+            yield f"The alpha of '{pattern}' in {source.name}", alpha
             return
         for name, value in sorted(source.values.items()):  # safetensors gives metadata in no order
             if name in ALPHAS:
@@ -174,9 +176,9 @@ class _Adapter:
 
     def _check_rank(self, source: _Settings, names: Sequence[str], rank: int) -> None:
         """Raises if a source in the file's metadata gives a layer another rank than its matrices have."""
-        of_layer = self._first_matching(source, "rank_pattern", names)
-        known = [of_layer] if of_layer else [(name, source.values[name]) for name in RANKS if name in source.values]
-        for name, value in known:
+        match = self._first_matching(source, "rank_pattern", names)
+        ranks = [match] if match else [(name, source.values[name]) for name in RANKS if name in source.values]
+        for name, value in ranks:
             if self._number(source, name, value) != rank:
                 fact = f"'{name}' in {source.name} is {value}, and '{names[0]}' has rank {rank}"
                 remedy = f"Write the file again with the alpha of this rank in '{names[0]}.alpha'"
@@ -197,7 +199,7 @@ class _Adapter:
                 if any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in names):
                     return pattern, value
         except re.error as error:
-            raise self._broken(f"{source.name} has an alpha that is none: {error}") from error
+            raise self._broken(f"{source.name} has a '{field}' that cannot be read: {error}") from error
         return None
 
     def _number(self, source: _Settings, name: str, value: Any, before: str = "") -> float:
@@ -207,15 +209,15 @@ class _Adapter:
                 raise TypeError(f"it is {value}")
             return self.positive(float(value), f"{before}'{name}' in {source.name}")
         except (TypeError, ValueError, OverflowError) as error:
-            raise self._broken(f"{source.name} has an alpha that is none: '{name}', {error}") from error
+            raise self._broken(f"{source.name} has a '{name}' that is no number: {error}") from error
 
     def positive(self, alpha: float, name: str) -> float:
         """Returns an alpha if it is positive and finite, and refuses any other."""
         if alpha > 0 and math.isfinite(alpha):
             return alpha
-        does = "and would add nothing" if alpha == 0 else "and an alpha is a positive number"
+        why = "and would add nothing" if alpha == 0 else "and an alpha is a positive number"
         remedy = "Write the file again with the alpha of its training; a negative 'scale' in the job subtracts a LoRA"
-        raise CheckpointBrokenError(str(self._file), f"{name} is {alpha:g}, {does}", remedy, key=name)
+        raise CheckpointBrokenError(str(self._file), f"{name} is {alpha:g}, {why}", remedy, key=name)
 
     def _broken(self, fact: str) -> CheckpointBrokenError:
         return CheckpointBrokenError(str(self._file), fact, checkpoint.AGAIN)
@@ -281,6 +283,7 @@ class Loras:
     files: Sequence[Lora]
     #: The card's rules from the names of the component's layers to those in such files.
     names: Sequence[LoraName] = ()
+    #: Where the card has each of these rules, for errors.
     places: Sequence[str] = ()
 
 
@@ -329,7 +332,7 @@ def check_format(file: Path) -> None:
     """Refuses a file of `torch.save`, by its first bytes, whatever it is called."""
     with file.open("rb") as stream:
         start = stream.read(8)
-    # A header's length may begin with the same byte as a pickle, and is never as large.
+    # A safetensors file begins with the length of its header. That may have a pickle's first byte, but is smaller.
     is_pickle = start.startswith(_PICKLE) and int.from_bytes(start, "little") > checkpoint.LARGEST_HEADER
     if start.startswith(_ZIP) or is_pickle:
         fact = "It is a pickle, as torch.save writes it (.pt, .bin, .ckpt), and a pickle can run code"
@@ -348,11 +351,8 @@ def _finite(tensor: torch.Tensor, file: Path, key: str) -> torch.Tensor:
 
 
 def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_file: Mapping[str, str]) -> Additions:
-    """Returns what a component's LoRA files add to its tensors; raises if a key of a file fits no tensor.
-
-    Args:
-        shapes: The shapes of the module's tensors, by name.
-        name_in_file: The name in the checkpoint of each tensor. A LoRA file may use either.
+    """Returns what a component's LoRA files add to its tensors; raises if a key of a file fits no tensor. A file may
+    have the module's names, as `shapes` has, or the checkpoint's: `name_in_file` has these by the module's.
     """
     of_tensor: dict[str, list[_Addition]] = {}
     if loras is None or not loras.files:
@@ -378,7 +378,6 @@ def _layers_by_name(
     names: dict[str, set[str]] = {}
 
     def note(name: str, layer: str) -> None:
-        """Adds a layer to a name, in both spellings."""
         for spelling in (name, name.replace(".", "_")):
             names.setdefault(spelling, set()).add(layer)
 
@@ -444,14 +443,14 @@ class _Reader:
             ending = next((ending for ending in PARTS if key.endswith(f".{ending}")), None)
             other = next((kind for piece, kind in OTHERS.items() if f".{piece}" in key), None)
             if ending is None or other is not None:
-                fact = f"'{key}' is of {other}" if other else f"'{key}' ends as no key of a LoRA does"
+                fact = f"'{key}' is of {other}" if other else f"'{key}' does not end as a key of a LoRA"
                 raise self._foreign(fact, self._remedy(key), key)
             known = (*checkpoint.FLOATS, *_INTEGERS) if ending == "alpha" else checkpoint.FLOATS
             if row["dtype"] not in known:
                 raise self._foreign(f"'{key}' is of dtype {row['dtype']}", f"It must be {', '.join(known)}", key)
             parts = keys.setdefault(key.removesuffix(f".{ending}"), {})
             if PARTS[ending] in parts:
-                raise self._foreign(f"'{parts[PARTS[ending]]}' and '{key}' are one thing", "Remove one of them", key)
+                raise self._foreign(f"'{parts[PARTS[ending]]}' and '{key}' mean the same", "Remove one of them", key)
             parts[PARTS[ending]] = key
         return keys
 
@@ -477,7 +476,7 @@ class _Reader:
         if fitting:
             fact = f"'{key}' can be {' and '.join(map(repr, fitting))} of '{self.component}'"
             raise self._foreign(fact, "Give it the name of the one with dots, as the module has it", key)
-        alike = [other for other in layers if ("." in other) == ("." in bare[-1])]
+        alike = [other for other in layers if ("." in other) == ("." in bare[-1])]  # both with dots, or without
         remedy = f"{renaming.closest(bare[-1], alike)}. {OF_THIS}, or add a rule to the card's 'lora_names'"
         raise self._foreign(f"'{key}' is no layer of '{self.component}'", remedy, key)
 
@@ -494,7 +493,8 @@ class _Reader:
         if up is None or down is None:
             lone = next((keys[part] for part in ("up", "down", "up_bias", "alpha") if part in keys), None)
             if lone is not None:
-                fact = f"'{lone}' is there, and '{name}' lacks {'both halves' if up is down else 'the other half'}"
+                lacking = "both halves" if up is None and down is None else "the other half"
+                fact = f"'{lone}' is there, and '{name}' lacks {lacking}"
                 remedy = "A LoRA has pairs, lora_A and lora_B or lora_down and lora_up: download the file again"
                 raise CheckpointBrokenError(str(self.file), fact, remedy, key=lone)
         else:
@@ -512,7 +512,7 @@ class _Reader:
             raise self._foreign(f"'{key}' is there, and '{self.component}' has no '{tensor}'", OF_THIS, key)
         if list(self.header[key]["shape"]) != list(self.shapes[tensor]):
             raise self._shape_error(key, list(self.shapes[tensor]), tensor)
-        return tensor, _Addition(self.file, key, None, factor)
+        return tensor, _Addition(self.file, up=key, down=None, factor=factor)
 
     def _factor(self, layer: str, name: str, up: str, down: str, alpha: str | None) -> float:
         """Returns the factor of a pair's product, `scale * alpha / rank`; refuses a pair that does not fit."""
@@ -520,6 +520,7 @@ class _Reader:
         if weight not in self.shapes:
             raise self._foreign(f"'{down}' is there, and '{self.component}' has no '{weight}'", OF_THIS, down)
         rows, *columns = self.shapes[weight]
+        # A tensor without dims has no rank.
         rank, *inner = self.header[down]["shape"] or [0]
         if _without_trailing_ones(inner) != _without_trailing_ones(columns):
             raise self._shape_error(down, [rank, *columns], weight)

@@ -42,7 +42,7 @@ def as_pipeline(cls: Any) -> Any:
 
 
 def _with_signature(method: Any, parameters: Sequence[inspect.Parameter]) -> Any:
-    """Returns a method with these parameters in its signature, for a method of any keywords: callers inspect it."""
+    """Returns a method that has these parameters and passes them to `method` by keyword: callers inspect signatures."""
     signature = inspect.Signature([_parameter("self"), *parameters])
 
     @functools.wraps(method)
@@ -54,41 +54,45 @@ def _with_signature(method: Any, parameters: Sequence[inspect.Parameter]) -> Any
     return called
 
 
-def _parameter(
-    name: str, default: Any = inspect.Parameter.empty, annotation: Any = inspect.Parameter.empty
-) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+_parameter = functools.partial(inspect.Parameter, kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _ends(cls: Any, blocks: Sequence[Any]) -> tuple[int, int]:
+    """Returns how many blocks there are up to the end of the text encoding, and up to the end of the loop. Refuses a
+    class whose blocks have another order.
+    """
+    from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
+
+    loops, encoders = [], []
+    for number, block in enumerate(blocks, 1):
+        modules = [str(getattr(spec.type_hint, "__module__", "")) for spec in block.expected_components]
+        if isinstance(block, LoopSequentialPipelineBlocks):
+            loops.append(number)
+        if any(module.startswith("transformers.") for module in modules):  # a text encoder, tokenizer or processor
+            encoders.append(number)
+    if not loops or not encoders or encoders[-1] >= loops[0]:
+        fact = f"The blocks of '{cls.__name__}' do not encode a prompt and then run a loop"
+        raise BadValueError(f"diffusers:{cls.__name__}", fact, "Write a family with a loop for it: docs/families.md")
+    return encoders[-1], loops[-1]
 
 
 class PromptBlocks:
     """The blocks of a modular pipeline that run for a prompt, in their order."""
 
     def __init__(self, cls: Any) -> None:
-        """Divides the blocks of a class at the end of its text encoding and at the end of its loop; refuses others."""
+        """Divides the blocks of a class at the end of its text encoding, and at the end of its loop."""
         import diffusers
         from diffusers import SequentialPipelineBlocks
-        from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
 
         self.blocks = getattr(diffusers, cls.default_blocks_name)().get_execution_blocks(prompt="")
         blocks, sequence = list(self.blocks.sub_blocks.items()), SequentialPipelineBlocks.from_blocks_dict
-        loops, encoder_ends = [], []
-        for number, (_, block) in enumerate(blocks):
-            modules = [str(getattr(spec.type_hint, "__module__", "")) for spec in block.expected_components]
-            if isinstance(block, LoopSequentialPipelineBlocks):
-                loops.append(number)
-            if any(module.startswith("transformers.") for module in modules):  # a text encoder, tokenizer or processor
-                encoder_ends.append(number + 1)
-        if not loops or not encoder_ends or encoder_ends[-1] > loops[0]:
-            fact = f"The blocks of '{cls.__name__}' do not encode a prompt and then run a loop"
-            raise BadValueError(
-                f"diffusers:{cls.__name__}", fact, "Write a family with a loop for it: docs/families.md"
-            )
+        encoded, denoised = _ends(cls, [block for _, block in blocks])
         #: The blocks that encode the prompt.
-        self.encode = sequence(dict(blocks[: encoder_ends[-1]]))
+        self.encode = sequence(dict(blocks[:encoded]))
         #: The blocks from the embeddings to the latents of the last step.
-        self.denoise = sequence(dict(blocks[encoder_ends[-1] : loops[-1] + 1]))
+        self.denoise = sequence(dict(blocks[encoded:denoised]))
         #: The blocks from the embeddings to the picture or video.
-        self.rest = sequence(dict(blocks[encoder_ends[-1] :]))
+        self.rest = sequence(dict(blocks[encoded:]))
         #: The name of the picture or video in upstream's state.
         self.output = blocks[-1][1].intermediate_outputs[-1].name
         taken, results = {each.name for each in self.rest.inputs}, self.encode.intermediate_outputs
@@ -101,18 +105,22 @@ class PromptBlocks:
         #: The constructor's parameters: components; and plain values, which the type of None marks as no components.
         self.components = [
             *(_parameter(each.name, annotation=each.type_hint) for each in loaded),
-            *(_parameter(each.name, each.default, type(None)) for each in self.blocks.expected_configs),
+            *(
+                _parameter(each.name, default=each.default, annotation=type(None))
+                for each in self.blocks.expected_configs
+            ),
         ]
-        # A guider that upstream has switched off computes none, whatever the scale.
+        # A guider that upstream has switched off computes no guidance, whatever the scale.
         guiders = [each.config or {} for each in specs if each.name == _GUIDER]
         scales = [config.get(_SCALE, 5.0) for config in guiders if config.get("enabled", True)]
         names = dict.fromkeys(name for name in (*inputs, *self.embeddings) if name and name != _SCALE)
         #: The parameters of `__call__`.
-        self.arguments = [_parameter(name, inputs.get(name)) for name in names]
-        self.arguments += [*(_parameter(_SCALE, scale) for scale in scales), _parameter("return_dict", True)]
+        self.arguments = [_parameter(name, default=inputs.get(name)) for name in names]
+        self.arguments += [_parameter(_SCALE, default=scale) for scale in scales]
+        self.arguments += [_parameter("return_dict", default=True)]
         #: The parameters of `encode_prompt`.
-        self.texts = [_parameter(each.name, each.default) for each in self.encode.inputs if each.name]
-        self.texts += [_parameter("do_classifier_free_guidance", True) for _ in scales]
+        self.texts = [_parameter(each.name, default=each.default) for each in self.encode.inputs if each.name]
+        self.texts += [_parameter("do_classifier_free_guidance", default=True) for _ in scales]
 
 
 class _Pipeline:
@@ -125,6 +133,7 @@ class _Pipeline:
         super().__init__(blocks=self.prompt_blocks.blocks)  # type: ignore[call-arg]
         configs = self.prompt_blocks.blocks.expected_configs  # values of the constructor that are no components
         values = {config.name: arguments.pop(config.name, config.default) for config in configs}
+        # Upstream's class has these methods.
         pipeline: Any = self
         pipeline.register_components(**arguments)
         pipeline.register_to_config(**values)
@@ -132,7 +141,7 @@ class _Pipeline:
     def encode_prompt(self, do_classifier_free_guidance: bool = True, **texts: Any) -> tuple[Any, ...]:
         """Returns the embeddings of a prompt, in the order of `PromptBlocks.embeddings`."""
         if not do_classifier_free_guidance and hasattr(self, _GUIDER):
-            getattr(self, _GUIDER).guidance_scale = 1.0
+            getattr(self, _GUIDER).guidance_scale = 1.0  # switches guidance off
         state = self._state_after(self.prompt_blocks.encode, texts)
         return tuple(state.get(name) for name in self.prompt_blocks.embeddings)
 

@@ -48,6 +48,7 @@ def class_of(path: str, place: str | None = None) -> Any:
     try:
         home = importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # The module itself may be there, and import another that is not.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         package, _, missing = error.name.rpartition(".")
@@ -61,7 +62,7 @@ def class_of(path: str, place: str | None = None) -> Any:
     try:
         return modular.as_pipeline(getattr(home, name))
     except AttributeError as error:
-        if name in dir(home):  # its own import fails
+        if name in dir(home):  # a lazy package imports it now, and that fails
             raise
         fact = f"'{module}' has no class '{name}'"
         raise UnknownNameError(place or path, fact, _closest(name, dir(home)), name=name) from error
@@ -150,6 +151,7 @@ def published(
             with init_empty_weights(include_buffers=False):
                 module = _construct(maker, config, place)
             for part in module.to("meta").modules():
+                # `to` has moved parameters and buffers, and no tensors that are plain attributes.
                 attributes = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
                 vars(part).update({name: value.to("meta") for name, value in attributes.items()})
         else:
@@ -196,6 +198,7 @@ def from_arguments(maker: Maker, config: Mapping[str, Any], place: str) -> torch
     if not is_right:
         fact = f"{name} returns a '{type(module).__name__}'"
         raise BadValueError(place, fact, f"It must return a {cls.__name__}, the component's 'class'")
+    # Families read it.
     if not hasattr(module, "config"):
         vars(module)["config"] = arguments
     return module
@@ -207,9 +210,10 @@ def _arguments(function: Callable[..., Any], config: Mapping[str, Any], name: st
     kinds = {key: parameter.kind for key, parameter in signature.parameters.items()}
     var_keyword = next((key for key, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), None)
     known = [key for key, kind in kinds.items() if key != var_keyword and kind is not inspect.Parameter.VAR_POSITIONAL]
-    for key in config if var_keyword is None else ():
-        if key not in known:
-            raise UnknownKeyError(place, f"{name} has no argument '{key}'", nearest(key, known), key=key)
+    unknown = [key for key in config if key not in known]
+    if unknown and var_keyword is None:
+        fact = f"{name} has no argument '{unknown[0]}'"
+        raise UnknownKeyError(place, fact, nearest(unknown[0], known), key=unknown[0])
     bound = signature.bind_partial(**config)
     bound.apply_defaults()
     needed = [key for key in known if key not in bound.arguments]
@@ -230,7 +234,7 @@ def building(
     """Turns failures of code that builds a module into an error; refuses a module of more than `MOST` parameters."""
     count = itertools.count(1)
 
-    def check_count(module: torch.nn.Module, name: str, parameter: object) -> None:
+    def check_count(*_: object) -> None:
         if next(count) > MOST:
             raise ValueError(f"it asks for more than {MOST} parameters")
 

@@ -25,8 +25,9 @@ def header(file: Path, key: str | None = None, unread: Sequence[str] = ()) -> di
     state = tensors(file, key, unread)
     if zipfile.is_zipfile(file):
         _check_records(file)
-    with reading(CheckpointBrokenError, str(file), "Not tensors by name", AGAIN):
-        return {name: {"dtype": CODES[str(t.dtype)[6:]], "shape": list(t.shape)} for name, t in state.items()}
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in state.items()}
+    with reading(CheckpointBrokenError, str(file), "Not tensors by name", AGAIN):  # safetensors lacks some dtypes
+        return {name: {"dtype": CODES[dtypes[name]], "shape": list(tensor.shape)} for name, tensor in state.items()}
 
 
 def tensors(
@@ -45,10 +46,10 @@ def tensors(
     for name, value in kept.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             fact = f"Not tensors by name: {str(name)[:120]!r} is of the type '{type(value).__name__}'"
-            inner = sorted(str(key) for key, item in state.items() if isinstance(item, dict))
+            dicts = sorted(str(inner) for inner, item in state.items() if isinstance(item, dict))
             remedy = "Add what the module does not use to the component's 'unread'"
-            if inner:
-                keys = " or ".join(f"'{key}'" for key in inner[:6])
+            if dicts:
+                keys = " or ".join(f"'{inner}'" for inner in dicts[:6])
                 remedy = f"Name what holds the tensors as the component's 'key': {keys}"
             raise CheckpointBrokenError(str(file), fact, remedy, name=name)
     return {name: value.detach() for name, value in kept.items()}
@@ -62,6 +63,7 @@ def check_mapped(file: Path) -> None:
         start = stream.read(len(LFS))
     if start == LFS:
         raise CheckpointBrokenError(str(file), "It is a pointer of Git LFS, and not the file", "Run: git lfs pull")
+    # "PK" is the start of a zip file, and `is_zipfile` looks for its end.
     if not start or start.startswith(b"PK"):
         raise CheckpointBrokenError(str(file), "It is empty, or ends too early", AGAIN)
     remedy = f"Write it again: python -c \"import torch; f = '{file}'; torch.save(torch.load(f), f)\""
@@ -116,7 +118,7 @@ class _Storages(pickle.Unpickler):
         return inert
 
     def persistent_load(self, pid: Any) -> Any:
-        """Notes the bytes of a storage, of which torch.save writes kind, key and number of elements."""
+        """Notes the bytes of a storage. torch.save describes it as `("storage", kind, key, device, elements)`."""
         _, kind, key, _, count = pid
         storage: Any = torch.serialization.StorageType
         self.sizes[key] = count * (1 if kind.name == "UntypedStorage" else storage(kind.name).dtype.itemsize)
@@ -151,10 +153,11 @@ def _check_records(file: Path) -> None:
 def _state_dict(file: Path, content: Any, key: str | None) -> dict[Any, Any]:
     """Returns the state dict in a file's content: at `key`; or without a key at `state_dict`, or else the content."""
     state = content
-    for word in key.split(".") if key is not None else ():
+    words = [] if key is None else key.split(".")
+    for word in words:
         if not isinstance(state, dict) or word not in state:
-            words = [str(name) for name in state][:12] if isinstance(state, dict) else []
-            raise CheckpointForeignError(str(file), f"It has no '{key}', the card's 'key'", nearest(word, words))
+            known = [str(name) for name in state][:12] if isinstance(state, dict) else []
+            raise CheckpointForeignError(str(file), f"It has no '{key}', the card's 'key'", nearest(word, known))
         state = state[word]
     if key is None and isinstance(state, dict):
         state = state.get("state_dict", state)

@@ -19,11 +19,8 @@ def module_names(
     names: Collection[str], rules: Sequence[RenameRule], places: Sequence[str], file: str
 ) -> dict[str, str]:
     """Returns the name in the file of each tensor of a module, `{"blocks.0.bias": "model.blocks.0.bias"}`. The first
-    rule that matches a whole name of the file renames it. Raises if two names become one, or if a rule renames nothing.
-
-    Args:
-        names: The names in the file.
-        places: Where the card has each rule, for errors.
+    rule that matches a whole name of the file renames it. Raises if two names become one, or if a rule renames nothing:
+    `places` are where the card has each rule.
     """
     name_in_file: dict[str, str] = {}
     rule_of: dict[str, int | None] = {}
@@ -32,6 +29,7 @@ def module_names(
         if new in name_in_file:
             fact = f"'{name_in_file[new]}' and '{name}' of {file} both become '{new}'"
             remedy = "Mend the rules, or add the one that is not used to 'unread'"
+            # At least one of the two was renamed: their names in the file differ.
             numbers = [n for n in (rule_of[name], rule_of[name_in_file[new]]) if n is not None]
             raise CheckpointForeignError(places[numbers[0]], fact, remedy, name=new)
         name_in_file[new] = name
@@ -99,7 +97,7 @@ def file_names(
 def _inverse(rule: RenameRule) -> Callable[[str], str | None] | None:
     """Returns the inverse of a rule, a function from a module's name to the file's; None if there is none. For the rule
     from `model\\.(.*)` to `\\1` the function turns `blocks.0` into `model.blocks.0`. It returns None for a name that
-    the rule makes of no other.
+    the rule never produces.
     """
     parts = _parts(rule.match)
     if parts is None:
@@ -108,6 +106,7 @@ def _inverse(rule: RenameRule) -> Callable[[str], str | None] | None:
     # A pattern for the module's names: the text of `to`, with each `\1` as the first group of `match`, named `g1`.
     pattern, seen = "", set()
     for number, piece in enumerate(re.split(r"\\(\d+)", rule.to)):
+        # `split` returns texts and group numbers in turn.
         if number % 2 == 0:
             pattern += re.escape(piece)
             continue
@@ -154,10 +153,11 @@ def _parts(pattern: str) -> tuple[list[str | int], list[str]] | None:
 
 
 def _group(pattern: str, start: int) -> str | None:
-    """Returns the pattern in a group by its start, `a|b` of `(a|b).c` at 1; None with groups inside or no end."""
+    """Returns the pattern in a group, `a|b` of `(a|b).c` from 1 on; None if it has groups inside, or does not end."""
     for end in (match.start() for match in re.finditer(r"\)", pattern[start:])):
         try:
             inner = re.compile(pattern[start : start + end])
+        # This `)` may be a part of the group, as in `([)])`.
         except re.error:
             continue
         return None if inner.groups else inner.pattern

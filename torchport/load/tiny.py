@@ -136,8 +136,8 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        reason = error.strerror or str(error) if isinstance(error, OSError) else None
-        if isinstance(error, SafetensorError) or type(error) is Exception:  # which is what tokenizers raises
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else None
+        if isinstance(error, SafetensorError) or type(error) is Exception:  # tokenizers raises the bare class
             match = re.search(r"([^:]*) \(os error \d+\)", str(error))  # as Rust's standard library writes it
             reason = match[1].strip() if match else None
         if reason is None:
@@ -147,11 +147,8 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes: Any) -> Any:
-    """Returns one component of a tiny checkpoint: a tokenizer, or an object with seeded or trained weights.
-
-    Args:
-        name: The component's name in the card. It is positional, so that `changes` may have a `name`.
-        **changes: Fields of the component's configuration, in place of the card's.
+    """Returns one component of a tiny checkpoint: a tokenizer, or an object with seeded or trained weights. `changes`
+    are fields of its configuration in place of the card's; one of them may be called `name`, too.
     """
     maker = makers.get(name, card.components[name].class_)
     if name in card.tiny.tokenizers:
@@ -200,15 +197,13 @@ _SINGLE = "model.safetensors"
 
 
 def save_in_layouts(card: Card, layouts: Mapping[str | None, Mapping[str, Layout]], make: Make, folder: Path) -> None:
-    """Saves all components where a card has them, by `save_pretrained` or under their layouts' files and names.
-
-    Args:
-        layouts: By the checkpoint's variant, and then by component.
+    """Saves all components where a card has them, by `save_pretrained` or under their layouts' files and names. The
+    layouts are by the checkpoint's variant, and then by component.
     """
     #: The files of components without a format of their own, which may share a file: what each is to hold.
     contents: dict[Path, dict[str, Any]] = {}
-    for variant, layout_of in layouts.items():
-        for name, layout in layout_of.items():
+    for variant, by_component in layouts.items():
+        for name, layout in by_component.items():
             part, place = make(name), folder / card.folder(name, variant)
             if layout.file is None and not layout.rename and hasattr(part, "save_pretrained"):
                 part.save_pretrained(place)
@@ -221,7 +216,8 @@ def save_in_layouts(card: Card, layouts: Mapping[str | None, Mapping[str, Layout
             state = {key: tensor.detach().clone() for key, tensor in part.state_dict().items()}
             names = renaming.file_names(state, layout.rename, layout.places, layout.is_unread)
             tree = contents.setdefault(place / (layout.file or _SINGLE), {})
-            for word in layout.key.split(".") if layout.key is not None else ():
+            words = [] if layout.key is None else layout.key.split(".")
+            for word in words:
                 tree = tree.setdefault(word, {})
             tree.update({names[key]: tensor.contiguous() for key, tensor in state.items()})
     for file, tree in contents.items():
@@ -276,11 +272,8 @@ def is_processor(cls: Any) -> bool:
 
 
 def tokenizer_class(cls: Any, model_type: str | None = None) -> Any:
-    """Returns a class of transformers for a tokenizer: the class itself, or that of a processor's tokenizer.
-
-    Args:
-        cls: A tokenizer, a processor, or `AutoTokenizer`.
-        model_type: The kind of model whose tokenizer `AutoTokenizer` loads.
+    """Returns a tokenizer's class of transformers: the class itself; of a processor, the class of its tokenizer; of
+    `AutoTokenizer`, the class that it loads for models of the kind `model_type`.
     """
     import transformers
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
@@ -288,7 +281,7 @@ def tokenizer_class(cls: Any, model_type: str | None = None) -> Any:
     if not is_processor(cls) and cls is not transformers.AutoTokenizer:
         return cls
     name = TOKENIZER_MAPPING_NAMES.get(_model_type(cls) if is_processor(cls) else model_type)
-    # A tokenizer of the class TokenizersBackend is made of its file alone.
+    # A TokenizersBackend is made of its file alone. A T5Tokenizer, which can be trained, takes its place.
     return getattr(transformers, name if name and name != "TokenizersBackend" else "T5Tokenizer")
 
 

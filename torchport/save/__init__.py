@@ -44,9 +44,7 @@ def file_of(folder: Path, name: str) -> Path:
 
 def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> Manifest:
     """Writes an artefact, and returns its manifest. At every moment the folder has the older file or the new, whole.
-
-    Args:
-        facts: The manifest's fields but those of the tensors.
+    `facts` are the manifest's fields but those of the tensors.
 
     Raises:
         NotFiniteError: A tensor has NaN or infinity; nothing is written.
@@ -68,7 +66,6 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
     )
 
     def text(sha256: str) -> str:
-        """Returns the manifest as JSON, with the checksum of the tensors."""
         return text_of(manifest.model_copy(update={"sha256": sha256}))
 
     # The copy goes first: it must never describe another artefact than the one beside it.
@@ -110,6 +107,7 @@ def _header(tensors: Mapping[str, torch.Tensor], text: str) -> bytes:
         start, end = end, end + tensor.nbytes
         entries[name] = {"dtype": CODES[_dtype(tensor)], "shape": list(tensor.shape), "data_offsets": [start, end]}
     header = json.dumps(entries, ensure_ascii=False).encode()
+    # The tensors begin at a multiple of 8.
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
 
@@ -145,11 +143,8 @@ def sha256_of(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[StageName]) -> None:
-    """Removes artefacts of later stages that were made from another artefact of this name; with the last, its video.
-
-    Args:
-        sha256: The checksum of the artefact that the folder now has.
-        later: The stages after `name`, in their order.
+    """Removes artefacts of later stages, in their order, that were made from another artefact of this name than the one
+    with this checksum. With the artefact of the last stage, its video is removed.
     """
     changed: dict[StageName, str] = {name: sha256}  # "" for a removed artefact: no input has this checksum
     for stage in later:
@@ -195,12 +190,12 @@ def read(
     """
     file = file_of(folder, name)
     if not file.is_file():
-        old = folder / HAND_WRITTEN.get(name, "")
-        if old.is_file():
-            return _read_hand_written(old, identity, embeddings), None
+        other = HAND_WRITTEN.get(name)
+        if other is not None and (folder / other).is_file():
+            return _read_hand_written(folder / other, identity, embeddings), None
         raise ArtefactMissingError(str(file), f"The artefact of '{name}' is not there", f"Make it with: {made_by}")
     manifest = read_manifest(file, made_by)
-    if manifest.stage != name.partition(".")[0]:
+    if manifest.stage != name.partition(".")[0]:  # `denoise` of `denoise.step-0004`
         fact = f"It is an artefact of '{manifest.stage}'"
         raise ArtefactForeignError(str(file), fact, f"Make '{name}' with: {made_by}")
     tensors = _load(file, made_by)
@@ -210,7 +205,8 @@ def read(
     if copy.is_file() and _bytes(copy) != text_of(manifest).encode():  # whoever edited it expects an effect
         fact = f"It is not the manifest that {file.name} holds, which alone counts"
         raise ArtefactBrokenError(str(copy), fact, "Remove it: the artefact is complete without it")
-    _check_identity(file, name, identity, manifest.identity, components, made_with=manifest.components)
+    stored, made_with = manifest.identity, manifest.components
+    _check_identity(file, name, identity, stored, components, made_with)
     return tensors, manifest
 
 
@@ -394,7 +390,7 @@ def _check_hand_written(
         elif name not in names and not (is_encode and name in _IMAGES):
             fact = f"It holds '{name}'"
         elif "mask" not in name and tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-            fact = f"'{name}' is {str(tensor.dtype)[6:]}"
+            fact = f"'{name}' is {_dtype(tensor)}"
         elif name == "latents" and tensor.ndim != 5:
             fact = f"'{name}' has shape {list(tensor.shape)}"
         elif not bool(torch.isfinite(tensor).all()):

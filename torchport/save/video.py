@@ -32,9 +32,7 @@ def encoded(
     frames_FCHW: torch.Tensor, fps: int, track: Callable[..., Any], sound: tuple[torch.Tensor, int] | None = None
 ) -> bytes:
     """Returns an H.264 video of frames [F, 3, height, width]: bytes, or numbers from 0 to 1; height and width even.
-
-    Args:
-        sound: [channels, samples], numbers from -1 to 1 of one or two channels, and the samples a second; it is AAC.
+    `sound` is [1 or 2 channels, samples], numbers from -1 to 1, with the samples a second; it becomes AAC.
     """
     import av
 
@@ -62,7 +60,7 @@ def _audio(video: OutputContainer, sound: torch.Tensor, rate: int) -> list[Packe
     resampler = AudioResampler(format="fltp", layout=layout, rate=stream.rate, frame_size=1024)
     frame = AudioFrame.from_ndarray(sound.float().contiguous().numpy(), format="fltp", layout=layout)
     frame.sample_rate = rate
-    frames = [*resampler.resample(frame), *resampler.resample(None)]
+    frames = [*resampler.resample(frame), *resampler.resample(None)]  # None: what is left in it
     return [packet for each in (*frames, None) for packet in stream.encode(each)]
 
 
@@ -89,11 +87,8 @@ def _frame(frame_CHW: torch.Tensor) -> VideoFrame:
 
 
 def write_picture(file: Path, frame_CHW: torch.Tensor, facts: Mapping[str, str]) -> None:
-    """Writes a picture as PNG, whole.
-
-    Args:
-        frame_CHW: [3, height, width], bytes, or numbers from 0 to 1.
-        facts: Texts by their keys, which lie in the file: how it was made.
+    """Writes a frame [3, height, width] as PNG, whole: bytes, or numbers from 0 to 1. The file also has `facts`, texts
+    by their keys: how it was made.
     """
     from PIL import Image, PngImagePlugin
 
@@ -118,7 +113,9 @@ def grid(images: Sequence[Image], columns: int) -> bytes:
     from PIL import ImageOps
     from PIL.Image import new
 
-    columns, gap, (width, height) = min(columns, len(images)), 4, images[0].size
+    columns = min(columns, len(images))
+    width, height = images[0].size
+    gap = 4  # pixels between two cells
     scale = min(1.0, 1600 / (columns * width))
     wide, high = max(1, round(width * scale)), max(1, round(height * scale))
     lines = math.ceil(len(images) / columns)

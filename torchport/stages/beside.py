@@ -15,7 +15,7 @@ from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.load.foreign import tokenizing
 from torchport.save import tree
 from torchport.stages import outputs
-from torchport.stages.image import VaeStandIn
+from torchport.stages.image_latents import VaeStandIn
 from torchport.stages.replay import OTHER_LOOP
 from torchport.stages.stand_in import ComponentStandIn
 
@@ -54,17 +54,15 @@ class RecordedComponent(ComponentStandIn):
         if not tree.is_packable(returned):
             fact = f"'{self.name}' returns a {type(returned).__name__} before the first step, and no tuple of tensors"
             raise BadValueError(self.place, fact, OTHER_LOOP)
-        # A copy for whoever reads it: the pipeline may write to what it got.
         returned = outputs.map_tensors(returned, lambda x: torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x)
+        # A copy: the pipeline may write to what it got.
         self.returned.append(outputs.map_tensors(returned, torch.clone))
         return _Fields(returned) if isinstance(returned, dict) else returned
 
 
 class ReplayedComponent(ComponentStandIn):
-    """Takes a component's place in a pipeline, and returns what `encode` kept of its calls.
-
-    Args:
-        tensors: What `encode` kept, of all components.
+    """Takes a component's place in a pipeline, and returns what `encode` kept of its calls. The `tensors` are what
+    `encode` kept of all components.
     """
 
     def __init__(
@@ -119,6 +117,7 @@ class SilentComponent(VaeStandIn):
     """Takes the place of a component that makes sound, where no sound is made: it is here for its configuration."""
 
     def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
+        # Silence, [1, channels, samples].
         return (torch.zeros(1, 1, 1),)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:

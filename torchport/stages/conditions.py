@@ -14,11 +14,8 @@ WITHOUT_BATCH = "Remove 'conditions' from the card: each call is then computed b
 
 
 class Conditions:
-    """Computes both conditions at the first of a step's two calls, and keeps the second half for the second call.
-
-    Args:
-        embeddings: By input of the network, what it is in the first call and in the second.
-        network: Its name in the card, for errors.
+    """Computes both conditions at the first of a step's two calls, and keeps the second half for the second call. The
+    embeddings are the network's inputs that differ, by name: their values in the first call and in the second.
     """
 
     def __init__(self, embeddings: Mapping[str, tuple[torch.Tensor, torch.Tensor]], network: str, place: str) -> None:
@@ -30,6 +27,7 @@ class Conditions:
         self.step = -1
         #: The inputs of a first call whose second call has not come.
         self.first: Mapping[str, Any] | None = None
+        #: The output for a second call, once the first has come.
         self.second = torch.empty(0)
 
     def output(
@@ -67,9 +65,8 @@ class Conditions:
                 raise BadValueError(self.place, fact, remedy, name=name)
 
     def _batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the inputs of one batch: both conditions' embeddings joined, and tensors of their first dim repeated.
-
-        Refuses embeddings of two shapes.
+        """Returns the inputs of one batch. The embeddings of both conditions are joined. Any other tensor whose first
+        dim has the size of an embedding's is repeated. Refuses embeddings of two shapes.
         """
         for name, (first, second) in self.embeddings.items():
             if first.shape != second.shape:
@@ -77,11 +74,11 @@ class Conditions:
                 raise BadValueError(self.place, fact, f"One batch needs equal shapes. {WITHOUT_BATCH}", name=name)
             if name not in self.joined:
                 self.joined[name] = torch.cat([first, second]).to(inputs[name].dtype)
-        sizes = {first.shape[0] for first, _ in self.embeddings.values()}
+        batch_sizes = {first.shape[0] for first, _ in self.embeddings.values()}
         batch = {**inputs, **self.joined}
         for name in inputs.keys() - self.joined.keys():
             value = inputs[name]
-            if isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] in sizes:
+            if isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] in batch_sizes:
                 batch[name] = torch.cat([value, value])
         return batch
 

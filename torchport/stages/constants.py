@@ -51,6 +51,7 @@ class Constants(TorchFunctionMode):
         Refuses a function that writes values of the network into a tensor of the host, or that draws random numbers.
         """
         kwargs = kwargs or {}
+        # It takes numbers, and its only tensor is the network's: the checks below would not see a tensor of the host.
         if function is torch.Tensor.new_tensor and self.is_networks(args[0]):
             dtype = kwargs.get("dtype") or args[0].dtype
             return self.convert(torch.tensor(*args[1:], **{**kwargs, "dtype": dtype, "device": "cpu"}))

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchport.errors import BadValueError
-from torchport.stages.image import EncodedVae
+from torchport.stages.image_latents import EncodedVae
 
 ON_HOST = "Decode on the host: add 'host: [vae]' to the card's 'call'"
 """What to do with a pipeline whose video cannot come from the devices."""
@@ -49,7 +49,6 @@ class _Pending(torch.Tensor):
 
 
 def _pending(refusal: Callable[[str], BadValueError], picked: str = "") -> _Pending:
-    """Returns a placeholder for a video, with its fields."""
     pending = torch.empty(0).as_subclass(_Pending)
     pending.refusal, pending.picked = refusal, picked
     return pending
@@ -86,18 +85,15 @@ def part_of(video: torch.Tensor, picked: str) -> torch.Tensor:
 
 
 class PostponedVae(EncodedVae):
-    """Takes the VAE's place in a pipeline after the loop, and notes what its `decode` is called with.
-
-    Args:
-        tensors: What `denoise` kept of an image.
-        pipeline: The name of the pipeline's class, for errors.
+    """Takes the VAE's place in a pipeline after the loop, and notes what its `decode` is called with. The `tensors` are
+    what `denoise` kept of an image.
     """
 
     def __init__(
         self, vae: torch.nn.Module, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor], pipeline: str, place: str
     ) -> None:
         """Makes the placeholders for the video and the frames, with a refusal for code that computes with them."""
-        super().__init__(vae, dtype, tensors, "denoise")
+        super().__init__(vae, dtype, tensors, stage="denoise")
         self.pipeline = pipeline
         self.place = place
         #: What `decode` is called with, by its own names; None before.
@@ -121,8 +117,9 @@ class PostponedVae(EncodedVae):
         arguments.apply_defaults()
         inputs = dict(arguments.arguments)
         as_object = inputs.pop("return_dict")
-        first = next(iter(inputs))
-        inputs[first] = inputs[first].to(self.dtype)
+        # The VAE's name for its first argument.
+        latents = next(iter(inputs))
+        inputs[latents] = inputs[latents].to(self.dtype)
         for name, value in inputs.items():
             if name == "generator" and isinstance(value, torch.Generator):
                 inputs[name] = None  # a VAE that draws from it is refused when it is traced
@@ -141,10 +138,12 @@ class PostponedVae(EncodedVae):
             video = image if video is None else video
             # The frames are pending, too, with another refusal.
             is_decoded = isinstance(video, _Pending) and video.refusal is self.video.refusal
+            # `do_denormalize` has a truth value for each picture; by default all are true.
             is_usual = output_type == "pt" and not kwargs and all(do_denormalize or [])
             if not is_decoded or not is_usual:
                 raise self._refusal("post-processes something else than what its VAE decoded")
-            self.inputs = {**(self.inputs or {}), **({"picked": video.picked} if video.picked else {})}
+            if video.picked:
+                self.inputs = {**(self.inputs or {}), "picked": video.picked}
             return self.frames
 
         processor = processor_of(pipe)
@@ -153,10 +152,8 @@ class PostponedVae(EncodedVae):
         processor.postprocess = processor.postprocess_video = postprocess
 
     def inputs_of(self, result: Any) -> dict[str, Any]:
-        """Returns the noted arguments of `decode`, after the pipeline has returned; refuses any result but `frames`.
-
-        Args:
-            result: The pipeline's first result.
+        """Returns the noted arguments of `decode`, after the pipeline has returned. Refuses a pipeline whose first
+        result is not `frames`.
         """
         if result is not self.frames or self.inputs is None:
             raise self._refusal("returns something else than its post-processed video")

@@ -27,7 +27,7 @@ from torchport.stages import frames, picture
 from torchport.stages.beside import KEPT
 from torchport.stages.decoding import PostponedVae, part_of, processor_of
 from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_noise
-from torchport.stages.image import LATENTS, MOMENTS, EncodedVae, EncodingVae, moments_of
+from torchport.stages.image_latents import LATENTS, MOMENTS, EncodedVae, EncodingVae, moments_of
 from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, LoopLeft, Replay, all_latents
 from torchport.stages.stand_in import ComponentStandIn
 from torchport.stages.upstream_pipeline import PipelineInputs, UpstreamPipeline
@@ -44,13 +44,13 @@ of samples a second."""
 
 ENCODER = ("encoder", "quant_conv")
 DECODER = ("decoder", "post_quant_conv")
-"""Modules of a VAE that it does not decode with, as diffusers' classes call them."""
+"""Modules of a VAE that only encode, and that only decode, as diffusers' classes call them."""
 
 
 def family(card: Card, place: str) -> ModuleType:
     """Returns the family of a card that has `family: diffusers`, as a module with the names that every family has."""
     module = ModuleType(__name__)
-    assert card.call is not None  # `check_call`
+    assert card.call is not None  # `check_call` has refused a card without it
     takes_image = False if card.call.image is None else ALWAYS
     names = {"STAGES": _stages(card, place), "TAKES_IMAGE": takes_image, "VARIANTS": (), "arrange_tiny": None}
     vars(module).update(names, batch=batch, __file__=__file__)
@@ -64,7 +64,7 @@ def batch(guidance_scale: float) -> int:
 
 def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     """Returns the stages of a card's pipeline in their order: encoding, denoising and `decode`."""
-    assert card.pipeline is not None and card.call is not None  # `check_call`
+    assert card.pipeline is not None and card.call is not None  # `check_call` has refused a card without them
     pipeline = _Stages(card.pipeline, card.call, place, card.text_encoders if card.call.answers else ())
     encoding = _encoding(pipeline)
     parts, uses = ("scheduler", *pipeline.sound_parts), (*DECODE_USES, *pipeline.frame_rate)
@@ -94,7 +94,8 @@ def _encoding(pipeline: _Stages) -> list[Stage]:
     calls_others = bool(pipeline.called_before) or card.answers
     reads_image = encodes_image or (calls_others and card.image is not None)
     image_uses = tuple(name for name in IMAGE_USES if name != "image" or card.image is not None)
-    parts, uses = [*card.encoders], [*ENCODE_USES]
+    parts = [*card.encoders]
+    uses = [*ENCODE_USES]
     if calls_others or encodes_image:
         parts += [*pipeline.called_before, "scheduler"]
     if encodes_image:
@@ -110,7 +111,7 @@ def _encoding(pipeline: _Stages) -> list[Stage]:
         return [encode]
     compiled: dict[str, Any] = {"network": "vae", "without": DECODER, "call": pipeline.image_encoded}
     image_uses = (*image_uses, "dtypes")
-    like: dict[str, Any] = {"like": lambda parts, settings: {}, "parts": ("scheduler",)}
+    like: dict[str, Any] = {"like": lambda parts, settings: {}, "parts": ("scheduler",)}  # it has no inputs
     encode_image = Stage("encode_image", pipeline.encode_image, image_uses, **compiled, **like)
     return [encode, _in_pipeline(encode_image, pipeline)]
 
@@ -124,7 +125,7 @@ def _denoising(pipeline: _Stages, encoders: tuple[StageName, ...]) -> list[Stage
     shared: dict[str, Any] = {
         "parts": ("scheduler",),
         "like": pipeline.inputs_like,
-        # What components of `before` return may have tokens in any dim but the batch.
+        # What components of `before` return may have tokens in any dim but the batch; none has more than 8 dims.
         "open_dims": {**token_dims, KEPT: range(1, 8) if any(token_dims.values()) else ()},
         "call": pipeline.stacked if card.lists else None,
         "outputs": ("video", SOUND) if pipeline.sound_parts else (),
@@ -156,15 +157,25 @@ class _Stages(UpstreamPipeline):
         if self.card.answers:
             calls = self._encoded_in_call(parts, encoders, settings)
         else:
-            prompts = [settings.prompt, *([settings.negative_prompt] if self.card.negative_apart else [])]
-            calls = [
-                self.encoded(encoders, dataclasses.replace(settings, prompt=prompt))
-                for prompt in prompts[: None if self.is_guided(settings) else 1]
-            ]
-        wrong_count = next((len(values) for values in calls if len(values) != len(self.card.embeddings)), None)
-        if wrong_count is not None:
-            fact = f"'{self.name}.encode_prompt' returns {wrong_count} values, and 'embeddings' names"
-            raise BadValueError(self.place, f"{fact} {len(self.card.embeddings)}", "Name each of them, in their order")
+            prompts = [settings.prompt]
+            if self.card.negative_apart and self.is_guided(settings):
+                prompts.append(settings.negative_prompt)
+            calls = [self.encoded(encoders, dataclasses.replace(settings, prompt=prompt)) for prompt in prompts]
+        embeddings = self._embeddings(calls, settings)
+        outputs = dict(embeddings)
+        if self.card.encodes_video and self.image_stage == "encode":
+            outputs |= self._moments(parts, settings, embeddings, image=self._image(settings))
+        if self.called_before:
+            outputs |= self._before(parts, settings, embeddings, image=self._image(settings))
+        return outputs
+
+    def _embeddings(self, calls: list[tuple[Any, ...]], settings: Settings) -> dict[str, Any]:
+        """Returns the values of all calls of `encode_prompt` by name; refuses too few or too many, and wrong dtypes."""
+        for call in calls:
+            if len(call) != len(self.card.embeddings):
+                fact = f"'{self.name}.encode_prompt' returns {len(call)} values, and 'embeddings' names"
+                remedy = "Name each of them, in their order"
+                raise BadValueError(self.place, f"{fact} {len(self.card.embeddings)}", remedy)
         values = [value for call in calls for value in call]
         by_name = dict(zip(self.card.shapes, values, strict=False))  # with no guidance there are fewer values
         embeddings: dict[str, Any] = {name: by_name.get(name) for name in self._embedding_names(settings)}
@@ -173,12 +184,7 @@ class _Stages(UpstreamPipeline):
         embeddings |= {name: self._mask_of_ones(name, embeddings, settings) for name in absent}
         for name, value in embeddings.items():
             self._check_dtype(name, value.dtype, settings)
-        outputs = dict(embeddings)
-        if self.card.encodes_video and self.image_stage == "encode":
-            outputs |= self._moments(parts, settings, embeddings, image=self._image(settings))
-        if self.called_before:
-            outputs |= self._before(parts, settings, embeddings, image=self._image(settings))
-        return outputs
+        return embeddings
 
     def _mask_of_ones(self, name: str, embeddings: Mapping[str, Any], settings: Settings) -> torch.Tensor:
         """Returns a mask of ones in place of None: `encode_prompt` leaves out a mask that masks nothing.
@@ -208,7 +214,8 @@ class _Stages(UpstreamPipeline):
         encoded: list[tuple[Any, ...]] = []
         vae = EncodingVae(parts["vae"], settings.dtypes["vae"], self.place)
         others, image = {**self.others(parts, settings), **encoders}, self._image(settings)
-        self._first_latents(parts, settings, {}, vae, others, image=image, encoded=encoded)
+        # The call appends to `encoded`. It takes prompts, and no embeddings.
+        self._first_latents(parts, settings, embeddings={}, vae=vae, others=others, image=image, encoded=encoded)
         expected = 2 if self.card.negative_apart and self.is_guided(settings) else 1
         if len(encoded) != expected:
             fact = f"'{self.name}' calls 'encode_prompt' {len(encoded)} times, and the card says {expected}"
@@ -243,11 +250,8 @@ class _Stages(UpstreamPipeline):
     def encode_image(
         self, parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps
     ) -> dict[str, torch.Tensor]:
-        """Returns the moments that the VAE encodes the image as, `image_moments_0` and so on.
-
-        Args:
-            parts: The scheduler, and networks and VAE for their configurations.
-            call: The VAE as a compiled network, through `image_encoded`.
+        """Returns the moments that the VAE encodes the image as, `image_moments_0` and so on. `call` is the VAE as a
+        compiled network, through `image_encoded`.
         """
         embeddings = self.embeddings_like(parts, settings)  # zeros suffice: no image depends on embeddings
         return self._moments(parts, settings, embeddings, self._image(settings), call)
@@ -285,7 +289,7 @@ class _Stages(UpstreamPipeline):
     def _image(self, settings: Settings) -> dict[str, Any]:
         """Returns the image under the name of the pipeline's argument for it; an empty dict where no image is given.
 
-        Refuses an image of another shape than the job's, where the pipeline takes no size.
+        Refuses an image of another shape than the job's, by more than 1 %, where the pipeline takes no size.
         """
         name, file = self.card.image, settings.image
         if name is None or file is None:
@@ -324,24 +328,34 @@ class _Stages(UpstreamPipeline):
 
     def _dtype(self, name: str, settings: Settings) -> torch.dtype:
         """Returns the dtype of an embedding: the card's, or the network's where the card names none."""
-        by_card = self.card.dtypes.get(name, self.card.dtypes.get(name.removeprefix("negative_"), ""))
-        dtype: torch.dtype = getattr(torch, by_card, settings.dtypes[self.network])
+        dtypes = self.card.dtypes
+        by_card = dtypes.get(name, dtypes.get(name.removeprefix("negative_")))
+        dtype: torch.dtype = settings.dtypes[self.network] if by_card is None else getattr(torch, by_card)
         return dtype
 
     def _size(self, size: int | str, parts: Mapping[str, Any]) -> int:
-        """Returns a size in the card's shapes as a number: `tokens`, or a product of numbers in configurations."""
+        """Returns the number that a size in the card's `embeddings` stands for.
+
+        `tokens` is the card's number of tokens. `in_channels*vae.scale` is the network's `in_channels` times the VAE's
+        `scale`, as their configurations have them.
+        """
         if isinstance(size, int):
             return size
         if size == TOKENS:
             return self.card.tokens
         numbers = []
         for path in size.split("*"):
-            component, _, key = path.rpartition(".")
-            config = getattr(parts.get(component or self.network), "config", {})
-            if not isinstance(config.get(key), int):
-                fact = f"'{key}' is no number in the configuration of '{component or self.network}'"
+            prefix, _, key = path.rpartition(".")
+            component = prefix or self.network
+            if component not in parts:
+                fact = f"'{path}' is a number of '{component}', which the stage does not have"
+                raise BadValueError(self.place, fact, nearest(component, parts), name=key)
+            config = getattr(parts[component], "config", {})
+            number = config.get(key)
+            if not isinstance(number, int):
+                fact = f"'{key}' is no number in the configuration of '{component}'"
                 raise BadValueError(self.place, fact, nearest(key, config), name=key)
-            numbers.append(int(config[key]))
+            numbers.append(number)
         return math.prod(numbers)
 
     def _check_dtype(self, name: str, dtype: torch.dtype, settings: Settings) -> None:
@@ -388,7 +402,8 @@ class _Stages(UpstreamPipeline):
             replay.finish()
             if replay.number:
                 return {**replay.state, "done": torch.tensor(replay.number)}
-        fact = f"{settings.steps} steps of '{self.name}' leave none to '{first if not replay.number else second}'"
+        idle = second if replay.number else first  # the network that would take no step
+        fact = f"{settings.steps} steps of '{self.name}' leave none to '{idle}'"
         raise BadValueError("'steps'", fact, f"Take more, so that both '{first}' and '{second}' have some")
 
     def _denoised(
@@ -447,7 +462,9 @@ class _Stages(UpstreamPipeline):
         image: Mapping[str, Any] = MappingProxyType({}),
         encoded: list[tuple[Any, ...]] | None = None,
     ) -> list[torch.Tensor]:
-        """Returns the latents at the first step of upstream's loop: the pipeline runs up to there, and is left."""
+        """Returns the latents at the first step of upstream's loop: the pipeline runs up to there, and is left. The
+        values of each call of `encode_prompt` are appended to `encoded`; without the list, `embeddings` has them.
+        """
         loop = First(copy.deepcopy(parts["scheduler"]), self.latents)
         given = PipelineInputs(parts, settings, embeddings, loop, vae, others, arguments=image, encoded=encoded)
         try:
@@ -521,7 +538,8 @@ class _Stages(UpstreamPipeline):
         """Returns the sound that a pipeline made, with its rate, by name; an empty dict if the pipeline makes none."""
         if self.card.sound is None:
             return {}
-        [sound], (name, _, key) = sounds, self.card.sound.rate.partition(".")
+        [sound] = sounds
+        name, _, key = self.card.sound.rate.partition(".")
         rate = getattr(parts.get(name), "config", {}).get(key)
         if not isinstance(rate, int):
             fact = f"'{self.card.sound.rate}' is no number in a configuration"
@@ -547,11 +565,8 @@ class _Stages(UpstreamPipeline):
         return frames.pixels(self.checked_frames(postprocess(video, output_type="pt"), settings))
 
     def _from_hand_written(self, latents_BCTHW: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Returns latents from the stage file of a port without torchport, in the pipeline's layout.
-
-        Args:
-            latents_BCTHW: [B, C, T, H, W].
-            shape: Of the pipeline's latents, which may have more frames at the beginning; those become zeros.
+        """Returns latents from the stage file of a port without torchport, in the pipeline's layout and shape. The
+        pipeline's latents may have more frames at the beginning; those become zeros.
         """
         layout = self.card.hand_written
         if layout is None:

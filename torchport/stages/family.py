@@ -120,11 +120,11 @@ def fit_text(
             `PIECE`; None: it is not.
     """
     fitted = [list(value) for value in values]
-    for n in range(0, len(fitted) if bucket else 0, 2):  # tokens at n, their masks at n + 1
-        # The length of each prompt, and the longest of them rounded up to a multiple of the bucket.
-        ends = [int(mask.bool().nonzero()[:, 1].max()) + 1 if mask.any() else 1 for mask in fitted[n + 1]]
-        length = -(-max(ends) // (bucket or 1)) * (bucket or 1)
-        fitted[n], fitted[n + 1] = ([part[:, :length] for part in group] for group in fitted[n : n + 2])
+    if bucket:
+        for n in range(0, len(fitted), 2):  # tokens at n, their masks at n + 1
+            lengths = [int(mask.bool().nonzero()[:, 1].max()) + 1 if mask.any() else 1 for mask in fitted[n + 1]]
+            length = -(-max(lengths) // bucket) * bucket  # of the longest prompt, rounded up
+            fitted[n], fitted[n + 1] = ([part[:, :length] for part in group] for group in fitted[n : n + 2])
     if others is not None:
         padding = -(others + sum(group[0].shape[1] for group in fitted[::2])) % PIECE
         fitted[0] = [torch.nn.functional.pad(tokens, (0, 0, 0, padding)) for tokens in fitted[0]]
@@ -202,7 +202,6 @@ class Stage:
     card's rules for inputs say where each of their tensors lies, by its path: `cache.0`."""
 
     def __post_init__(self) -> None:
-        """Refuses a name in `keeps` that no output has."""
         # A text in place of a tuple is refused as one name, not letter by letter.
         for name in (self.keeps,) if isinstance(self.keeps, str) else self.keeps:
             if name not in self.outputs:
@@ -258,7 +257,6 @@ def latents_like(
 
     Args:
         parts: The VAE.
-        settings: The video's size.
         space: The name in its configuration of the pixels along a side of a latent position.
         time: The name of the frames of a latent frame.
         dtype: Of the latents, by default the transformer's.
@@ -274,11 +272,8 @@ def latents_like(
 
 
 def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
-    """Refuses latents of another shape than the job's. Dims in another order would pass all later checks.
-
-    Args:
-        latents: What denoising starts from.
-        sizes: C, T, H, W of the job.
+    """Refuses latents to start from that do not have the job's shape, [1, *sizes] with C, T, H, W as `sizes`. Dims in
+    another order would pass all later checks.
     """
     if tuple(latents.shape) != (1, *sizes):
         fact = f"It has the shape {list(latents.shape)}"
@@ -286,12 +281,8 @@ def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
 
 
 def note_tiles(latents: torch.Tensor, count: int) -> None:
-    """Warns in the log that decoding in tiles computes another function than decoding the whole video. Logs nothing for
-    one tile, or for tensors without values.
-
-    Args:
-        latents: What is decoded.
-        count: The number of tiles.
+    """Warns in the log that decoding in `count` tiles computes another function than decoding the whole video. Logs
+    nothing for one tile, or for latents without values.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 

@@ -19,8 +19,8 @@ def pixels(video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         uint8 of that shape, and how many of the numbers are NaN or infinite, int32: bytes cannot say so.
     """
-    levels = (video.float().clamp(0, 1) * 255).round().to(torch.uint8)
-    return levels, not_finite(video)
+    frames = (video.float().clamp(0, 1) * 255).round().to(torch.uint8)
+    return frames, not_finite(video)
 
 
 def levels(video: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,8 @@ def guider(from_checkpoint: Any, settings: Settings, place: str = "guider") -> A
         for key, value in vars(guiders).items()
         if isinstance(value, type) and issubclass(value, BaseGuidance) and value is not BaseGuidance
     }
-    name, reasons = str(settings.guider["class"]), {key: _reason(cls, BaseGuidance) for key, cls in classes.items()}
+    name = str(settings.guider["class"])
+    reasons = {key: _reason(cls, BaseGuidance) for key, cls in classes.items()}
     usable = sorted(key for key, reason in reasons.items() if reason is None)
     if name not in classes:
         raise UnknownNameError(place, f"diffusers has no guider '{name}'", nearest(name, usable), name=name)
@@ -55,7 +56,8 @@ def instance(cls: Any, chosen: Mapping[str, Any], place: str, **given: Any) -> A
         chosen: The mapping in the job: arguments of the constructor, and `class` beside them.
         given: Further arguments, which a job cannot choose.
     """
-    name, arguments = cls.__name__, {key: value for key, value in chosen.items() if key != "class"}
+    name = cls.__name__
+    arguments = {key: value for key, value in chosen.items() if key != "class"}
     known = [key for key in inspect.signature(cls.__init__).parameters if key not in ("self", "enabled", *given)]
     for key in arguments:
         if key not in known:
@@ -76,7 +78,7 @@ def _reason(cls: Any, base: Any) -> str | None:
     if SCALE not in inspect.signature(cls.__init__).parameters:
         return f"takes no '{SCALE}', which a job has"
     try:
-        counts(cls(**{SCALE: 2.0}), 1)  # a trial step
+        counts(cls(**{SCALE: 2.0}), steps=1)  # a trial step
     except BadValueError:
         return NO_VIDEO
     return None
@@ -91,7 +93,7 @@ def counts(guider: Any, steps: int, place: str = "guider") -> set[int]:
             guider.set_state(step=step, num_inference_steps=steps, timestep=torch.zeros(()))
             states = guider.prepare_inputs({"text": (torch.zeros(1), torch.ones(1))})
             for state in states:
-                state.noise_pred = torch.randn(1, 2, 1, 2, 2, generator=generator)
+                state.noise_pred = torch.randn(1, 2, 1, 2, 2, generator=generator)  # [B, C, T, H, W]
             guider(states)
             numbers.add(len(states))
     return numbers
@@ -104,11 +106,8 @@ def state(guider: Any) -> dict[str, torch.Tensor]:
 
 
 def resume(guider: Any, inputs: Mapping[str, Any], saved: Mapping[str, torch.Tensor]) -> None:
-    """Gives a new guider, which has taken no step, the state that another one carried, for a loop that goes on.
-
-    Args:
-        inputs: The conditions, as `prepare_inputs` takes them.
-        saved: What `state` returned.
+    """Gives a new guider, which has taken no step, the state that another guider carried, as `state` returned it. The
+    inputs are the conditions, as `prepare_inputs` takes them.
     """
     guider.set_state(step=0, num_inference_steps=1, timestep=torch.zeros(()))
     guider.prepare_inputs(dict(inputs))  # at its first step a guider makes its buffer

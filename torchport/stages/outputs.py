@@ -20,7 +20,7 @@ def stage_outputs(output: Any, names: Sequence[str], network: str) -> Any:
 
     Args:
         output: A tensor, or a tuple, list, mapping or object of several outputs.
-        names: Of the outputs, `Stage.outputs`; none for the first output alone.
+        names: The stage's names of the outputs, `Stage.outputs`; empty for the first output alone.
 
     Returns:
         Without names the first output, a tensor. With names a tuple, one tree of tensors for each name: by the position
@@ -55,7 +55,7 @@ def plain(name: str, value: Any, network: str) -> Any:
             fact = f"'{path}' is no tensor, but of the type {type(leaf).__name__}"
             remedy = "It must be tensors in tuples, lists and dicts: the function of `Stage.call` may arrange them"
             raise BadValueError(network, fact, remedy, name=path)
-    return map_leaves(lambda _, leaf: leaf, name, value)
+    return map_leaves(lambda _, leaf: leaf, name, value)  # makes plain containers
 
 
 def map_leaves(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:

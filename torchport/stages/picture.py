@@ -29,10 +29,7 @@ _GREY_16 = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
 def read(file: Path | None, frames: int | None = None) -> Any:
-    """Returns a picture as a `PIL.Image.Image` in RGB; or a list of the first frames of a video.
-
-    Args:
-        frames: How many of a video; None for a picture.
+    """Returns a picture as a `PIL.Image.Image` in RGB; or a list of that many first frames of a video.
 
     Raises:
         BadValueError: Another format, a picture that is broken or moves, or one whose colours depend on who shows it; a
@@ -67,8 +64,8 @@ def _frames(file: Path, count: int) -> list[Any]:
 
     place, named = f"--image {file}", "Name a video in MP4, MOV, MKV, WebM or AVI"
     with Explained(lambda _: BadValueError(place, "It is no video that can be read", named)):
-        with file.open("rb") as stream:
-            start = stream.read(16)
+        with file.open("rb") as reader:
+            start = reader.read(16)
         formats = [name for sign, (name, at) in VIDEOS.items() if start[at : at + len(sign)] == sign]
         if not formats:
             raise BadValueError(place, "It is no video that can be read", named)
@@ -94,7 +91,7 @@ def _formats(start: bytes) -> Iterator[str]:
     Image.init()
     for name in [*FORMATS, *Image.ID]:
         accept = Image.OPEN[name][1] if name in Image.OPEN else None
-        if accept is not None and accept(start) is True:
+        if accept is not None and accept(start) is True:  # it may also be a text: why Pillow cannot read the file
             yield name
     yield from (name for sign, name in _STARTS.items() if start.lstrip().startswith(sign))
     if start[4:8] == b"ftyp":

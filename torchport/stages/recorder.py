@@ -106,8 +106,8 @@ class Recorder(Call):
                 output = outputs.stage_outputs(self.how(self.module, **inputs, **dict(static)), names, network)
         flops = int(counter.get_total_flops()) if self.count else None
         borders = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values()) if self.count else None
-        kept = {name: output[names.index(name)] for name in self.stage.keeps}
-        return NetworkCall(inputs, static, 0, flops, output, outputs.leaves(kept), borders=borders)
+        kept = outputs.leaves({name: output[names.index(name)] for name in self.stage.keeps})
+        return NetworkCall(inputs, static, times=0, flops=flops, output=output, kept=kept, borders=borders)
 
 
 def unit_paths(network: torch.nn.Module) -> list[str]:
@@ -142,14 +142,13 @@ def network_calls(
         stage: It has a network, and says what its inputs are like (`Stage.like`).
         module: What is compiled of the network; it is moved to meta.
         how: Calls the network: `how(module, **inputs)` returns its output.
-        count: Whether arithmetic is counted.
         **inputs: Inputs that exist already.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
     assert stage.like is not None
-    recorder, numbers = Recorder(module, how, stage, count=count), []
-    steps = Steps(finished=lambda number, state, timestep=None, kept=None: numbers.append(number))
+    recorder, done = Recorder(module, how, stage, count=count), []
+    steps = Steps(finished=lambda number, state, timestep=None, kept=None: done.append(number))
     try:
         stage.run(parts, recorder, settings, steps, **stage.like(parts, settings), **inputs)
     except DataDependentOutputException as error:
@@ -158,6 +157,6 @@ def network_calls(
     if not recorder.calls:
         raise BadValueError(f"--stage {stage.name}", "It never calls its network", "Report this: its verb is at fault")
     if stage.name in DENOISING:  # a loop that reports no steps takes all of the settings'
-        taken = len(numbers) or settings.steps
+        taken = len(done) or settings.steps
         return [dataclasses.replace(call, steps=taken) for call in recorder.calls.values()]
     return list(recorder.calls.values())

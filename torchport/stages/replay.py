@@ -76,10 +76,13 @@ class Loop:
                 fact = "The pipeline's loop steps with a copy of its scheduler before the scheduler itself"
                 raise BadValueError(type(self.scheduler).__name__, fact, OTHER_LOOP)
             self.tracks.append(step)
-        track, parameters = self.tracks.index(step), inspect.signature(step.real).parameters
+        track = self.tracks.index(step)
+        parameters = inspect.signature(step.real).parameters
         if self.number == 0:
             self._check_first_step(self.argument("sample", args, kwargs))
-        self.number += 1 if track == 0 else 0
+        # The step of the sound, track 1, is the same step of the loop.
+        if track == 0:
+            self.number += 1
         if "generator" in parameters:
             kwargs.setdefault("generator", self.generator)  # most pipelines pass none, and no seed would decide
         if kwargs.get("return_dict") is False or "return_dict" not in parameters:
@@ -123,10 +126,8 @@ class Loop:
 
 
 def latents_of(state: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Returns the latents in the state of a loop after a step; None if it has none by a name that is known.
-
-    Args:
-        state: A family's own, which calls them `latents`; or a `Replay`'s, where `step` returned them first.
+    """Returns the latents in the state of a loop after a step: a family's state calls them `latents`, and in that of a
+    `Replay` they are the first that `step` returned. Returns None if the state has neither.
     """
     return next((state[name] for name in ("latents", f"{RETURNED}.0") if name in state), None)
 
@@ -217,12 +218,14 @@ class Replay(Loop):
             self.fields.append(dict(vars(step.scheduler)))
         if self.number <= self.done:
             saved = self.saved[SOUND] if track else self.saved
-            if self.number == self.done:  # the next step is taken, from the state after this one
+            # The next step is taken, from the state after this one.
+            if self.number == self.done:
                 vars(step.scheduler).update(saved["scheduler"])
-            if self.number == self.done and is_last:
-                self.generator.set_state(self.saved[GENERATOR])
+                if is_last:
+                    self.generator.set_state(self.saved[GENERATOR])
             return saved[RETURNED]
         returned = step.real(*args, **kwargs)
+        # Nothing is saved of another stage's step.
         if self.is_others:
             self.is_others = not is_last
             return returned
@@ -271,10 +274,12 @@ class Finished(Loop):
 
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns the finished latents, and the other results of upstream's `step`, which is called once for them."""
-        (name, latents), shape = self.latents[track], self.argument("sample", args, kwargs).shape
+        name, latents = self.latents[track]
+        shape = self.argument("sample", args, kwargs).shape
         if shape != latents.shape:
             fact = f"'{name}' has shape {list(latents.shape)}, and this job takes {list(shape)}"
             raise ArtefactForeignError("denoise.safetensors", fact, "Run --stage denoise with this model and size")
+        # At the first step of these latents.
         if track == len(self.rest):
             self.rest.append(tuple(self.tracks[track].real(*args, **kwargs))[1:])
         if self.state is not None:

@@ -17,10 +17,8 @@ from torchport.stages.replay import OTHER_LOOP, Loop
 
 
 class ComponentStandIn(torch.nn.Module):
-    """Takes a component's place in a pipeline that asks for its class, dtype or configuration, and never calls it.
-
-    Args:
-        component: May be without storage.
+    """Takes a component's place in a pipeline that asks for its class, dtype or configuration, and never calls it. The
+    component may be without storage.
     """
 
     component: Any
@@ -30,7 +28,8 @@ class ComponentStandIn(torch.nn.Module):
         super().__init__()
         vars(self)["component"] = component  # no submodule: nobody is to look for its weights here
         self.dtype = dtype
-        # Upstream may ask which inputs the component takes, and leave out the others.
+        # Upstream may ask which inputs the component takes, and leave out the others. A partial can have another
+        # signature; a bound method cannot.
         forward: Any = functools.partial(self._called)
         forward.__signature__ = inspect.signature(component.forward)
         vars(self)["forward"] = forward
@@ -41,7 +40,6 @@ class ComponentStandIn(torch.nn.Module):
         return type(self.__dict__.get("component", self))
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the component."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -91,12 +89,12 @@ class NetworkStandIn(ComponentStandIn):
         is_list = isinstance(first, list) and outputs.has_tensor(first)  # of a tensor for each video
         if not self.loop.is_done and self.call is not None:
             self.loop.before_network()
-            output: Any = (
-                self._computed(inputs)
-                if self.conditions is None
-                else self.conditions.output(inputs, self.loop.number, self._computed)
-            )
-            results = output if isinstance(output, tuple) else (list(output) if is_list else output,)
+            if self.conditions is None:
+                output: Any = self._computed(inputs)
+            else:
+                output = self.conditions.output(inputs, self.loop.number, self._computed)
+            single = list(output) if is_list else output
+            results = output if isinstance(output, tuple) else (single,)
         else:
             if not self.loop.is_done:
                 self.loop.before_other_network()
@@ -117,16 +115,17 @@ class NetworkStandIn(ComponentStandIn):
         that is known, or else of the input, with the network's output channels; 1 for all dims if neither says it.
         """
         config = getattr(self.component, "config", {})
-        taken, returned = config.get("in_channels"), config.get("out_channels")
-        if taken and returned is None and config.get("learn_sigma"):
-            returned = 2 * taken  # the network predicts a variance, too
+        in_channels = config.get("in_channels")
+        out_channels = config.get("out_channels")
+        if in_channels and out_channels is None and config.get("learn_sigma"):
+            out_channels = 2 * in_channels  # the network predicts a variance, too
         samples = [value for value in inputs.values() if isinstance(value, torch.Tensor)][: self.loop.count]
         zeros = []
         for number, sample in enumerate(samples):
             known = [shape for shape in self.loop.shapes[number : number + 1] if len(shape) == sample.ndim]
             sizes = list(known[0] if known else sample.shape)[1:]
-            if sizes and returned not in (None, taken, sizes[0]):
-                sizes = [returned, *sizes[1:]] if sizes[0] == taken else [1] * len(sizes)
+            if sizes and out_channels not in (None, in_channels, sizes[0]):
+                sizes = [out_channels, *sizes[1:]] if sizes[0] == in_channels else [1] * len(sizes)
             zeros.append(torch.zeros(sample.shape[0], *sizes, dtype=sample.dtype))
         return tuple(zeros)
 
@@ -169,7 +168,7 @@ class PlacedInputs:
             return value
         versions = [leaf._version for leaf in outputs.leaves({name: value}).values()]  # it may have been written to
         recent = self.recent.get(name, [])
-        results = [result for known, at, result in recent if known is value and at == versions]
+        results = [placed for earlier, written, placed in recent if earlier is value and written == versions]
         result = None
         if results:  # a second call passes it: a third is likely
             result = results[0] if results[0] is not None else self.call.place(**{name: value})[name]

@@ -189,10 +189,8 @@ class UpstreamPipeline:
     def others(
         self, parts: Mapping[str, Any], settings: Settings, tensors: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, Any]:
-        """Returns the pipeline's components beside network, VAE and scheduler, by name; those of sound are silent.
-
-        Args:
-            tensors: What `encode` kept; None: the components of `before` are called, and keep what they return.
+        """Returns the pipeline's components beside network, VAE and scheduler, by name; those of sound are silent. With
+        `tensors`, which `encode` kept, the components of `before` return these. Else they are called and recorded.
         """
         dtypes, others = settings.dtypes, self.without_weights(parts, settings)
         for name in self.called_before:
@@ -260,8 +258,8 @@ class UpstreamPipeline:
             self._check_takes("__call__", pipe.__call__, [name], place)
             default = parameters[name].default if name in parameters else None
             example = self.card.constants.get(name, default)
-            numbers = type(example) is float and type(value) is int
-            if type(example) in KINDS and type(value) is not type(example) and not numbers:
+            is_whole = type(example) is float and type(value) is int  # a whole number suits there, too
+            if type(example) in KINDS and type(value) is not type(example) and not is_whole:
                 fact = f"It is {value!r}, and '{self.name}' takes {KINDS[type(example)]}"
                 raise BadValueError(place, fact, f"Write it as {example!r} is written", name=name)
 
@@ -281,9 +279,7 @@ class UpstreamPipeline:
 def taken_steps(cls: Any, asked: int, arguments: Mapping[str, Any]) -> int:
     """Returns how many steps a pipeline's loop takes if its call asks for `asked` steps. A pipeline that adds noise to
     an image leaves out the first steps, by its argument for the strength: upstream's `get_timesteps` counts the rest.
-
-    Args:
-        arguments: Of the call; any other has its default.
+    Arguments that are left out have their defaults.
     """
     takes = inspect.signature(cls.__call__).parameters
     strength = next((name for name in ("denoise_strength", "strength") if name in takes), None)
@@ -303,6 +299,6 @@ def asked_steps(cls: Any, taken: int, arguments: Mapping[str, Any]) -> int:
     """
     default = getattr(inspect.signature(cls.__call__).parameters.get("num_inference_steps"), "default", None)
     defaults = [default] if isinstance(default, int) else []
-    # At a strength of 0 no number is right: `taken` is returned, and upstream refuses it.
+    # A strength of 0.01 needs 100 times as many. At 0 no number is right: `taken` is returned, and upstream refuses it.
     counts = (*defaults, *range(taken, 100 * taken))
     return next((asked for asked in counts if taken_steps(cls, asked, arguments) == taken), taken)

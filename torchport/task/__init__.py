@@ -15,8 +15,9 @@ from typing import Any, Literal
 import torch
 
 from torchport import patch, save, shard
-from torchport.config import Document, checkout, machine
+from torchport.config import Document, checkout
 from torchport.config.card import DENOISING, RANDOM, Card, Job, StageName, check_job, check_names, is_tiny
+from torchport.config.machine import Machine, parse_machine
 from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError, CheckpointMissingError, UnknownNameError, nearest
 from torchport.files.folder import expand_home, has_file
@@ -76,7 +77,7 @@ class Task:
     job: Job
     card_document: Document
     job_document: Document
-    machine: machine.Machine
+    machine: Machine
     family: ModuleType
     settings: families.Settings
     folder: Path
@@ -218,7 +219,7 @@ class Task:
         digests = {file: _sha256(file)[:16] for file in self.card.python_files(Path(str(self.family.__file__)))}
         for entry in self.patches([stage]):
             file = Path(entry.place.rpartition(":")[0])
-            digests[file.with_name(f"{file.name}: {entry.id}")] = entry_digest(entry)
+            digests[file.with_name(f"{file.name}: {entry.id}")] = entry_digest(entry)  # a row of its own, like a file's
             if entry.reference is not None:
                 digests[file_of(entry, entry.reference)] = _sha256(file_of(entry, entry.reference))[:16]
         code: dict[str, str] = {}
@@ -268,7 +269,6 @@ def _with_family(fields: dict[str, Any]) -> Task:
 
 
 def _sha256(file: Path) -> str:
-    """Returns the SHA-256 of a file, 64 hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -285,19 +285,20 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
     job, job_document = pack.job(request.config, request.overrides, card)
     _check_request(request, card, dry)
     check_job(job, card, job_document, pack.cards())
-    job_as_read, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
-    slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
+    job_as_read = job
+    job = shard.with_mesh(job, card.strategies[job.strategy], job_document)
+    machine = parse_machine(job.machine, job_document.place(["machine"]))
     family = load_family(pack, card, card_document)
     _check_stage(request, family)
     _check_components(card, job, family, job_document)
     stages = [stage for stage in family.STAGES if request.stage in (stage.name, "all")]
-    check(request.execution, stages, original=request.backend == "original", job=job, machine=slice_)
+    check(request.execution, stages, original=request.backend == "original", job=job, machine=machine)
     check_step_cache(card, job, stages, original=request.backend == "original", document=job_document)
     check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
     if request.backend == "torchax":
         # A mesh that the job takes from its strategy is wrong on the strategy's line.
         mesh_place = job_document.place(["mesh" if job is job_as_read else "strategy"])
-        shard.check_mesh(job.mesh, slice_.devices, job.machine, mesh_place)
+        shard.check_mesh(job.mesh, machine.devices, job.machine, mesh_place)
         shard.check_divides(
             "dp",
             job.mesh.get("dp", 1),
@@ -311,7 +312,8 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
         _check_lora_files(job, request.stage, request.overrides, job_document)
     weights = request.checkpoint or job.checkpoint or card.checkpoint
     checkpoint.check_name(weights)
-    card = card.with_trained({}) if weights == RANDOM else card  # seeded tiny weights, not the trained ones
+    if weights == RANDOM:
+        card = card.with_trained({})
     published = checkpoint.as_published(card, weights)
     if published is not card:
         card, family = published, load_family(pack, published, card_document)
@@ -321,7 +323,7 @@ def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> T
         check_tiling(card, job, stages, job_document)
     _check_variant(request, card, job, family, job_document if job.variant else card_document)
     folder, settings = request.out or _new_folder(request), _settings(request, card, job)
-    return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, upstream)
+    return Task(request, pack, card, job, card_document, job_document, machine, family, settings, folder, upstream)
 
 
 def accept_like(task: Task, request: Request) -> Task:
@@ -415,7 +417,7 @@ def check_step_cache(
         raise BadValueError(place, fact, "Remove it, --set cache=null, or leave out --backend original")
     for stage in loops:
         if stage.outputs:
-            fact = f"'{stage.network}' returns {', '.join(stage.outputs)}, and a step cache keeps what one output is of"
+            fact = f"'{stage.network}' returns {', '.join(stage.outputs)}, and a step cache is for one output"
             raise BadValueError(place, fact, "Remove it, or --set cache=null")
         if not card.stacks.get(str(stage.network)):
             fact = (

@@ -74,13 +74,10 @@ def devices(machine: Machine) -> list[Any]:
 
 
 def require(machine: Machine, need: Need, instead: str) -> None:
-    """Refuses a job that does not fit this host: too few or other devices, or too little memory. Nothing has been
-    loaded or downloaded yet.
-
-    Args:
-        machine: The machine that the job names.
-        instead: A command that fits any host, for the remedy.
+    """Refuses a job that does not fit this host: too few or other devices than its `machine` has, or too little memory.
+    Nothing has been loaded or downloaded yet. `instead` is a command that fits any host, for the remedy.
     """
+    # A job without devices, which runs in PyTorch, does not start JAX.
     count, kind, memory = visible_devices(machine.platform) if need.devices else (0, "none", None)
     lacks = []
     if count < need.devices:
@@ -102,13 +99,13 @@ def require(machine: Machine, need: Need, instead: str) -> None:
     if need.largest is not None:
         weights = f"{size_text(need.device_bytes[need.largest])} of weights ({need.largest})"
         activations = need.activations.get(need.largest, 0)
-        beside = f" and at least {size_text(activations)} of activations" if activations else ""
-        wants.append(f"{need.devices} device(s) of {machine.name} with {weights}{beside} on each")
-    beside = f" and at least {size_text(need.host_tensors)} for latents and frames" if need.host_tensors else ""
-    wants.append(f"{size_text(need.host_bytes)} of host memory for weights{beside}")
+        more = f" and at least {size_text(activations)} of activations" if activations else ""
+        wants.append(f"{need.devices} device(s) of {machine.name} with {weights}{more} on each")
+    tensors = f" and at least {size_text(need.host_tensors)} for latents and frames" if need.host_tensors else ""
+    wants.append(f"{size_text(need.host_bytes)} of host memory for weights{tensors}")
     wants.append(f"the checkpoint {need.checkpoint}")
-    more = "more" if need.activations else "activations"
-    fact = f"The job needs {', '.join(wants)}, and {more} beside them; this machine has {' and '.join(lacks)}"
+    rest = "more" if need.activations else "activations"
+    fact = f"The job needs {', '.join(wants)}, and {rest} beside them; this machine has {' and '.join(lacks)}"
     remedy = _remedy(machine, need, limit, host, instead)
     raise MachineError(f"machine {machine.name}", fact, remedy, need=need, found=count)
 

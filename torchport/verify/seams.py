@@ -25,7 +25,7 @@ from torchport.save import tree
 from torchport.stages import guiding, outputs
 from torchport.stages.beside import KEPT
 from torchport.stages.family import Call, Stage, Steps
-from torchport.stages.image import MOMENTS, EncodedVae
+from torchport.stages.image_latents import MOMENTS, EncodedVae
 from torchport.stages.replay import Loop
 from torchport.stages.stand_in import NetworkStandIn
 from torchport.stages.upstream_pipeline import PipelineInputs, UpstreamPipeline

@@ -7,7 +7,7 @@ from torchport import load
 from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.stages.diffusers_pipeline import family
 from torchport.stages.family import ALWAYS, Settings
-from torchport.stages.image import EncodedVae, EncodingVae
+from torchport.stages.image_latents import EncodedVae, EncodingVae
 
 PIXELS = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 1, 32, 32)
 SMALL = {"block_out_channels": [16, 16, 16, 16], "layers_per_block": 1, "norm_num_groups": 4}

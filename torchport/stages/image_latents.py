@@ -1,4 +1,4 @@
-"""A pipeline's image: what the VAE makes of it is kept where the VAE runs, and given back where it does not.
+"""Latents of a pipeline's image: kept where the VAE runs, and given back where it does not.
 
 `encode_image` keeps the moments of each latent distribution that the pipeline asks its VAE for, before its first step;
 where the VAE stays on the host, `encode` does. `denoise` gives them back, and keeps what the pipeline draws from them.
@@ -92,11 +92,7 @@ class EncodingVae(VaeStandIn):
 def moments_of(vae: Any, place: str, **inputs: Any) -> torch.Tensor:
     """Returns mean and log of the variance of the latents that a VAE encodes an image as: [1, 2C, T, H, W].
 
-    It may be traced. Refuses a VAE that returns another distribution.
-
-    Args:
-        place: Where the card names the pipeline's call, for errors.
-        **inputs: Arguments of the VAE's `encode`.
+    It may be traced. Refuses a VAE whose `encode`, called with these inputs, returns another distribution.
     """
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
@@ -123,7 +119,9 @@ class EncodedVae(VaeStandIn):
         super().__init__(vae, dtype)
         self.tensors = tensors
         self.stage = stage
+        #: The calls of `encode` so far.
         self.number = 0
+        #: The latents that the loop has drawn, by name.
         self.drawn: dict[str, torch.Tensor] = {}
 
     def encode(self, pixels: torch.Tensor, **kwargs: Any) -> Any:
@@ -138,14 +136,14 @@ class EncodedVae(VaeStandIn):
             by_moments = DiagonalGaussianDistribution(self._kept(f"{MOMENTS}{self.number}"))
             self.number += 1
 
-        def drawn(method: str, *arguments: Any) -> torch.Tensor:
+        def draw(method: str, *arguments: Any) -> torch.Tensor:
             """Returns latents drawn from the distribution, or those that the loop drew; keeps them by number."""
             name = f"{LATENTS}{len(self.drawn)}"
             self.drawn[name] = self._kept(name) if by_moments is None else getattr(by_moments, method)(*arguments)
             return self.drawn[name]
 
         distribution = SimpleNamespace(
-            sample=lambda generator=None: drawn("sample", generator), mode=lambda: drawn("mode")
+            sample=lambda generator=None: draw("sample", generator), mode=lambda: draw("mode")
         )
         return AutoencoderKLOutput(latent_dist=distribution)
 
