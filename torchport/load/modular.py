@@ -112,7 +112,7 @@ class PromptBlocks:
         ]
         # A guider that upstream has switched off computes no guidance, whatever the scale.
         guiders = [each.config or {} for each in specs if each.name == _GUIDER]
-        scales = [config.get(_SCALE, 5.0) for config in guiders if config.get("enabled", True)]
+        scales = [config[_SCALE] for config in guiders if config.get("enabled", True) and _SCALE in config]
         names = dict.fromkeys(name for name in (*inputs, *self.embeddings) if name and name != _SCALE)
         #: The parameters of `__call__`.
         self.arguments = [_parameter(name, default=inputs.get(name)) for name in names]
