@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -49,6 +50,15 @@ def test_a_wheel_holds_every_file_of_patches_and_configs(installed):
     assert tracked.stdout.split()
     for name in tracked.stdout.split():
         assert (installed / "torchport" / "_data" / name).read_bytes() == (ROOT / name).read_bytes()
+
+
+def test_the_image_is_built_from_the_files_that_a_wheel_needs():
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project, wheel = table["project"], table["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = {"pyproject.toml", project["readme"], *project["license-files"]}
+    needed |= {*wheel["packages"], *wheel["force-include"]}
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert {line[1:] for line in lines if line.startswith("!")} == needed
 
 
 @pytest.mark.slow
