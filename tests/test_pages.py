@@ -16,13 +16,17 @@ def blocks(file):
     return re.findall(r"^```(\w+)\n(.*?)^```$", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def reference(root):
-    """tools/reference.py as a module."""
-    spec = importlib.util.spec_from_file_location("reference", root / "tools" / "reference.py")
+def loaded(file):
+    """A script of tools/ as a module."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     return tool
+
+
+@pytest.fixture(scope="module")
+def reference(root):
+    return loaded(root / "tools" / "reference.py")
 
 
 @pytest.mark.parametrize("name", ["cards.md", "jobs.md", "families.md", "patches.md", "scan.md", "engine.md"])
@@ -63,6 +67,15 @@ def test_the_family_of_the_page_on_families_is_one(root):
     example = next(code for kind, code in blocks(root / "docs" / "families.md") if kind == "python")
     exec(compile(example, "families.md", "exec"), names)
     assert all(isinstance(stage, Stage) for stage in names["STAGES"])
+
+
+def test_the_site_has_a_page_for_each_card_and_its_public_names(root):
+    website = loaded(root / "tools" / "website.py")
+    for card in website.CARDS:
+        page = website.of_card(card)
+        assert f"# {card.stem}\n" in page and "| transformer | `" in page and "| denoise | `" in page, card
+    names = website.of_names()
+    assert "def applied(" in names and "::: torchport.own_code.port.port" in names
 
 
 def test_the_notebook_is_kept_without_outputs(root):

@@ -17,8 +17,8 @@ from typing import Any
 from urllib.parse import urljoin
 
 import yaml
-from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File
+
+from torchport.config.pack import find_pack
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -56,6 +56,8 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages that are made from other files."""
+    from mkdocs.structure.files import File
+
     made = {page: (ROOT / name).read_text(encoding="utf-8") for name, page in COPIES.items()}
     made |= {f"models/{card.stem}.md": of_card(card) for card in CARDS}
     made |= {"notebook.md": of_notebook(), "api.md": of_names()}
@@ -67,7 +69,7 @@ def on_files(files: Any, config: Any) -> Any:
 def of_card(file: Path) -> str:
     """Returns the page of a model: what its card says, and the jobs that are shipped for it."""
     text = file.read_text(encoding="utf-8")
-    card = yaml.safe_load(text)
+    card = find_pack((str(ROOT),)).card(file.stem)[1].data  # with what the card that it extends says
     place = file.relative_to(ROOT).as_posix()
     facts = [
         ("published weights", _code(card.get("checkpoint", ""))),
@@ -83,8 +85,8 @@ def of_card(file: Path) -> str:
         ),
     ]
     parts = [
-        (part, _code(one["class"]), one.get("dtype", ""), f"{one['parameters']:,}" if "parameters" in one else "")
-        for part, one in card["components"].items()
+        (name, _code(part["class"]), part.get("dtype", ""), f"{part['parameters']:,}" if "parameters" in part else "")
+        for name, part in card["components"].items()
     ]
     patches = [(stage, ", ".join(map(_code, names))) for stage, names in card["patches"].items()]
     return "\n\n".join(
@@ -149,7 +151,8 @@ def of_names() -> str:
 
 def _definition(module: str, name: str) -> tuple[ast.FunctionDef, list[str]]:
     """Returns a function of a module, and the lines of the module."""
-    text = (ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+    path = ROOT / module.replace(".", "/")
+    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
     [node] = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == name]
     return node, text.splitlines()
 
@@ -183,6 +186,8 @@ def _target(match: re.Match[str], folder: str, name: str, files: Any) -> str:
     if files.get_file_from_path(inside) and (path in ORIGINS or path.startswith("docs/")):
         return posixpath.relpath(inside, posixpath.dirname(name) or ".") + anchor
     if not (ROOT / path).exists():
+        from mkdocs.exceptions import PluginError
+
         raise PluginError(f"{name}: {match[0][2:-1]} is no page, and no file of the repository")
     return f"{REPOSITORY}/{'tree' if (ROOT / path).is_dir() else 'blob'}/main/{path}{anchor}"
 
