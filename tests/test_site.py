@@ -98,7 +98,8 @@ def leads_somewhere(address, site, pages):
         _, kind, _, path = address.removeprefix(URLS["Repository"]).split("/", 3)
         return (ROOT / path).is_dir() if kind == "tree" else (ROOT / path).is_file()
     if not address.startswith(URLS["Documentation"]):
-        return parts.scheme == "https" and bool(parts.hostname) and not parts.path.endswith(".md")
+        is_page = not parts.path.endswith(".md") or parts.hostname == "github.com"  # which shows Markdown as a page
+        return parts.scheme == "https" and bool(parts.hostname) and is_page
     if parts.path in pages:
         return unquote(parts.fragment) in pages[parts.path].anchors
     return (site / parts.path.removeprefix(BASE)).is_file()
