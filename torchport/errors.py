@@ -303,6 +303,8 @@ class VmemError(MachineError, id="TP503"):
 class LostProcessError(MachineError, id="TP504"):
     """Another process of the run was killed, or its host is lost. The others cannot continue without it."""
 
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: the same command, run again, goes on
+
 
 class SaveError(TorchportError, id="TP600"):
     """An artefact that cannot be read or written."""

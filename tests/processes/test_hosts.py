@@ -186,7 +186,7 @@ def test_a_process_that_is_killed_ends_the_others_with_the_way_to_go_on(tmp_path
     with started(tmp_path, root, command, command) as (running, logs):
         _wait_for(logs[0], when)
         running[killed].kill()
-        assert running[1 - killed].wait(PATIENCE) == 2
+        assert running[1 - killed].wait(PATIENCE) == 75
     assert logs[1 - killed].read_text().splitlines()[-1] == (
         f"error[TP504] process {killed} of 2: It was killed, or its host is lost; what was finished is in "
         f"{tmp_path / 'out'}. Start all processes again with the same command and --out {tmp_path / 'out'}."
@@ -302,7 +302,7 @@ LOST = "It was killed, or its host is lost. Start all processes again with the s
 def test_a_process_that_is_killed_is_named_by_the_others(tmp_path, root, killed, case):
     """While they wait for what it says, and in a program together with it."""
     codes, said = children(tmp_path, root, case.replace("()", f"({killed})"))
-    assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 2, "\n".join(said)
+    assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 75, "\n".join(said)
     assert said[1 - killed].splitlines()[-1] == f"error[TP504] process {killed} of 2: {LOST}"
 
 

@@ -18,10 +18,10 @@ from torchport.porting.scan import RULES
 
 START = """\
 An error is one line, `error[ID] <place>: <what is>. <what must be, or the command to run>.` The exit code is 2, or 130
-after Ctrl-C. `torchport explain ID` prints one section of this page, and `torchport explain --all` all of it. Mistakes
-that are found together, as those of one file, have a line each. Below TP901 to TP906 stand the frames of the model's
-code, the exception's own message and, where it helps, an entry to paste; `torchport -v COMMAND` prints the whole
-traceback first.
+after Ctrl-C, or 75 for TP504: after both, the same command goes on. `torchport explain ID` prints one section of this
+page, and `torchport explain --all` all of it. Mistakes that are found together, as those of one file, have a line each.
+Below TP901 to TP906 stand the frames of the model's code, the exception's own message and, where it helps, an entry to
+paste; `torchport -v COMMAND` prints the whole traceback first.
 
 In the examples, `up` is the package that the patches change, and `some` is a model card. Fields that every patch must
 have, such as `why` and `fits`, are left out, and so is everything else that does not matter."""
