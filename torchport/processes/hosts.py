@@ -120,7 +120,7 @@ def joined(cluster: Cluster | None) -> Iterator[Watch]:
             yield watch
         except BaseException as error:
             if isinstance(error, RuntimeError):
-                # A program's error only names a lost connection. If a process has died, `settle` ends with its error.
+                # A program only says that a connection was lost. If a process has died, `settle` ends with that error.
                 watch.settle()
             watch.over.set()
             # If all processes refuse at the same point, they leave in order: JAX waits for all of them at its end.
@@ -165,11 +165,8 @@ _alone: list[bool] = []
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Returns, on every process, the result of `make` in the first process; a TorchportError of `make` is raised on
-    all.
-
-    Args:
-        make: Called by the first process alone. Returns data that JSON can hold.
+    """Calls `make` in the first process alone, and returns its result on every process; a TorchportError of `make` is
+    raised on all. The result is data that JSON can hold.
     """
     return pair_from_first(lambda: (make(), {}))[0]
 
@@ -195,8 +192,8 @@ def _publish(
         value, tensors = make()
     except TorchportError as error:
         error.on_every_process = True
-        plain = {name: value for name, value in vars(error).items() if isinstance(value, bool | int | float | str)}
-        _send(key, {"kind": type(error).__name__, "args": error.args, "culprit": plain}, b"")
+        culprit = {name: value for name, value in vars(error).items() if isinstance(value, bool | int | float | str)}
+        _send(key, {"kind": type(error).__name__, "args": error.args, "culprit": culprit}, data=b"")
         raise
     finally:
         _alone.pop()
@@ -223,17 +220,20 @@ def _receive(key: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
         vars(error).update(header["culprit"])
         raise error
     client, starts = _state().client, range(0, header["bytes"], PIECE)
+    # The pieces were sent before the header: 60,000 ms are more than enough to get each.
     pieces = [client.blocking_key_value_get_bytes(f"{key}/{start}", 60_000) for start in starts]
     return header["value"], load(b"".join(pieces))
 
 
 def _wait_for(key: str) -> str:
-    """Waits until another process sets a key, and returns its value. There is no time limit; Ctrl-C ends the wait."""
+    """Waits until another process sets a key, and returns its value. There is no time limit, but Ctrl-C ends the wait:
+    Python handles it between two calls of the service.
+    """
     import jax
 
     while True:
         try:
-            return str(_state().client.blocking_key_value_get(key, round(1000 * POLL)))
+            return str(_state().client.blocking_key_value_get(key, round(1000 * POLL)))  # in ms
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
@@ -254,15 +254,13 @@ def any_process(mine: bool) -> bool:
 
 
 def check_same(facts: Mapping[str, Any]) -> None:
-    """Refuses a run whose processes differ in these facts: they would wait for each other, or compute nonsense.
-
-    Args:
-        facts: All settings that decide which programs run, by name; data that JSON can hold.
+    """Refuses a run whose processes differ in their facts: they would wait for each other, or compute nonsense. The
+    facts are all settings that decide which programs run, by name; data that JSON can hold.
     """
     if processes() == 1:
         return
     text = json.dumps(dict(facts), default=str)
-    ours = json.loads(text)
+    ours = json.loads(text)  # as JSON changes the facts of the others: it makes lists of tuples
     for number, theirs in enumerate(map(json.loads, _all_texts(text))):
         differs = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
         if differs:
@@ -335,8 +333,7 @@ class Watch:
         elif isinstance(error, KeyboardInterrupt):
             code, text = errors.StoppedError.exit_code, AT_ONCE
         self.publish(code, text)
-        # Before JAX's own: handlers run last in, first out.
-        atexit.register(self.leave, code)
+        atexit.register(self.leave, code)  # it runs before JAX's own: handlers run last in, first out
 
     def publish(self, code: int, text: str) -> None:
         """Publishes why this process failed, for the others to read; the message of an earlier failure stays."""
@@ -349,8 +346,7 @@ class Watch:
     def leave(self, code: int, text: str = "") -> NoReturn:
         """Ends this process once the others have had the time to read its message."""
         if self.state.process_id == 0:
-            # This process runs the service from which the others read the message.
-            time.sleep(BRIEF)
+            time.sleep(BRIEF)  # this process runs the service from which the others read the message
         _leave(code, text)
 
     def _run(self) -> None:
@@ -444,7 +440,6 @@ def _leave(code: int, text: str) -> NoReturn:
     """Ends this process at once, after flushing its output and writing a last line."""
 
     def write() -> None:
-        """Writes the last line to stderr."""
         sys.stdout.flush()
         if text:  # on a terminal it starts a new line, as a bar may be on this one
             sys.stderr.write(f"\n{text}\n" if sys.stderr.isatty() else f"{text}\n")

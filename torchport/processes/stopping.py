@@ -110,6 +110,7 @@ def _answer_signals(reading: int) -> None:
             if number == signal.SIGHUP:
                 _leave_terminal()
             if pending and number in (signal.SIGINT, signal.SIGTERM):
+                # The run has not ended within `GRACE` seconds, or a third signal came; else the pipe is closed.
                 if not select.select([signals], [], [], GRACE)[0] or signals.read(1):
                     hosts.end(StoppedError.exit_code, hosts.AT_ONCE)
                 return
