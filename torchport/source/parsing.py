@@ -48,7 +48,7 @@ def text_of(file: Path, name: str) -> str:
     size = _status(file, name).st_size
     if size > LARGEST:
         fact = f"It has {size / 1e6:.0f} MB, more than the {LARGEST // 10**6} MB that are read"
-        raise _unreadable(name, 0, fact, "too-large")
+        raise _unreadable(name, fact, "too-large")
     with decoded(name):
         return importlib.util.decode_source(file.read_bytes())
 
@@ -58,7 +58,7 @@ def _status(file: Path, name: str) -> os.stat_result:
     with decoded(name):
         status = file.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise _unreadable(name, 0, "It is no file, but a folder, pipe or device", "unreadable")
+        raise _unreadable(name, "It is no file, but a folder, pipe or device", "unreadable")
     return status
 
 
@@ -68,26 +68,25 @@ def decoded(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _unreadable(name, 0, f"It cannot be opened: {error.strerror}", "unreadable") from error
+        raise _unreadable(name, f"It cannot be opened: {error.strerror}", "unreadable") from error
     except (SyntaxError, LookupError, UnicodeError) as error:  # an unknown encoding, or bytes of another one
         fact = f"Its bytes are no text: {' '.join(str(error).split())}"
-        raise _unreadable(name, 0, fact, "encoding") from error
+        raise _unreadable(name, fact, "encoding") from error
 
 
 def tree(text: str, name: str) -> ast.Module:
     """Returns the syntax tree of a text; raises UnreadableError if it is not Python, or nested too deep."""
     with nesting(name), warnings.catch_warnings():
-        # Warnings of the text, such as for an invalid escape.
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # those of the text, such as for an invalid escape
         try:
             return ast.parse(text)
         except SyntaxError as error:
-            is_old = _PYTHON_2.search(text) is not None
-            if is_old:
-                raise _unreadable(name, error.lineno or 0, "It is written for Python 2", "python-2") from error
-            raise _not_python(name, error.lineno or 0, error.msg) from error
+            line = error.lineno or 0
+            if _PYTHON_2.search(text) is not None:
+                raise _unreadable(name, "It is written for Python 2", "python-2", line) from error
+            raise _not_python(name, error.msg, line) from error
         except ValueError as error:  # a null byte
-            raise _not_python(name, 0, str(error)) from error
+            raise _not_python(name, str(error)) from error
 
 
 @contextlib.contextmanager
@@ -96,15 +95,15 @@ def nesting(name: str, line: int = 0) -> Iterator[None]:
     try:
         yield
     except (RecursionError, MemoryError) as error:
-        raise _not_python(name, line, "nested too deep") from error
+        raise _not_python(name, "nested too deep", line) from error
 
 
-def _not_python(name: str, line: int, why: str) -> UnreadableError:
+def _not_python(name: str, why: str, line: int = 0) -> UnreadableError:
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    return _unreadable(name, line, f"Python {version} cannot read it: {' '.join(why.split())}", "syntax-error")
+    return _unreadable(name, f"Python {version} cannot read it: {' '.join(why.split())}", "syntax-error", line)
 
 
-def _unreadable(name: str, line: int, fact: str, kind: str) -> UnreadableError:
+def _unreadable(name: str, fact: str, kind: str, line: int = 0) -> UnreadableError:
     remedy = "Mend the file, or use a version of it for this Python"
     return UnreadableError(f"{name}:{line}" if line else name, fact.rstrip("."), remedy, line=line, kind=kind)
 
@@ -169,7 +168,8 @@ def _spec_of(module: str) -> ModuleSpec:
     parts = module.split(".")
     top = sys.modules.get(parts[0])
     spec = None if top is None else vars(top).get("__spec__")
-    for finder in () if isinstance(spec, ModuleSpec) else sys.meta_path:
+    finders = [] if isinstance(spec, ModuleSpec) else sys.meta_path
+    for finder in finders:
         find = getattr(finder, "find_spec", None)
         spec = find(parts[0], None) if find else None
         if isinstance(spec, ModuleSpec):
@@ -200,6 +200,7 @@ def imported_from(node: ast.ImportFrom, module: str, is_package: bool) -> str:
     if not node.level:
         return node.module or ""
     above = module.split(".")
+    # The first dot leads to the package: that of a module is above it, an `__init__.py` is the package itself.
     above = above[: len(above) - node.level + is_package]
     return ".".join([*above, *([node.module] if node.module else [])])
 
