@@ -137,11 +137,8 @@ _NO_VALUE = re.compile(r"\b[Mm]eta tensors?\b|Meta Tensors|Meta tensors|meta dev
 
 @contextlib.contextmanager
 def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
-    """Registers lowerings of torch functions and ATen overloads in torchax while the context lasts.
-
-    Args:
-        replacements: The function by target, `torch.nn.functional:scaled_dot_product_attention` or
-            `torch.ops.aten:add.Tensor`.
+    """Registers lowerings of torch functions and ATen overloads in torchax while the context lasts. They are given by
+    target: `torch.nn.functional:scaled_dot_product_attention`, `torch.ops.aten:add.Tensor`.
     """
     if not replacements:
         yield
