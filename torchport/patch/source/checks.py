@@ -92,8 +92,7 @@ def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None)
         raise _no_such_name(entry, source, binding)
     _check_scope(entry, binding)
     if binding.node is None or binding.depth < len(entry.path):
-        # The source does not show the target itself.
-        return
+        return  # the source does not show the target itself
     if not entry.rewrite:
         _check_home(entry, source, binding.node)
     if loaded is UNKNOWN:
@@ -220,7 +219,7 @@ def check_signature(entry: Entry, target: Signature | None, loaded: Callable[...
             p.replace(annotation=Parameter.empty, default=p.default if p.default is Parameter.empty else ...)
             for p in target.parameters.values()
         ]
-        untyped = str(Signature(bare)).replace("=Ellipsis", "=...")
+        untyped = str(Signature(bare)).replace("=Ellipsis", "=...")  # as a `def` writes it
         fact = f"'{entry.reference}' {lacking}, unlike {entry.target}{untyped}"
         remedy = "Give it the target's parameters, in its order and with defaults where it has them"
         raise SignatureError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
@@ -231,7 +230,7 @@ def _lacking(target: Signature, ours: Signature, method: bool) -> str | None:
     theirs, mine = list(target.parameters.values()), list(ours.parameters.values())
     kinds = {parameter.kind for parameter in mine}
     positional = [parameter for parameter in mine if parameter.kind in POSITIONAL]
-    used: set[str] = set()
+    used: set[str] = set()  # the replacement's parameters that take a parameter of the target
     for index, parameter in enumerate(p for p in theirs if p.kind in POSITIONAL):
         match = positional[index] if index < len(positional) else None
         never_named = (method and index == 0) or parameter.kind is Parameter.POSITIONAL_ONLY

@@ -107,7 +107,8 @@ def _hash_in_words(name: str, source: SourceFile, node: ast.stmt, why: str) -> t
     home = home_of(name)
     with parsing.nesting(source.shown, node.lineno):
         # Of a loop or condition the first line alone counts.
-        texts = ["".join(_plain_text(bound, isinstance(bound, DEFINITIONS))) for bound in bindings(source, home[1])]
+        nodes = bindings(source, home[1])
+        texts = ["".join(_plain_text(bound, blocks=isinstance(bound, DEFINITIONS))) for bound in nodes]
         key = _hash("\0".join([*texts, *uses(home)]), 8)
     return key, f" ({source.shown}:{node.lineno}), {why},"
 
@@ -155,7 +156,7 @@ def _differences(entry: Entry, row: LockRow, fresh: LockRow) -> list[str]:
             changed.append(f"{name}{words} {'is gone' if key == _GONE else 'changed'}")
     lines += _first_four(changed + new)
     source = source_of(entry)
-    if row.tree != fresh.tree and isinstance(source, SourceFile):
+    if row.tree != fresh.tree and source is not None:
         node = source.where(entry.path).node
         lines += _first_four(changes(row.statements.split(), node, source.text) if node is not None else [])
     return lines
@@ -168,13 +169,11 @@ def _first_four(lines: list[str]) -> list[str]:
 def _refusal(entry: Entry, locked: Locked, difference: str) -> DriftError:
     versions = " or ".join(row.seen_at_in_words() for row in locked.rows)
     fact = f"{entry.target} is not what '{entry.id}' was reviewed against ({versions}): {difference}"
-    remedy = (
-        f"Review the patch, then run: torchport patches lock {entry.upstream} "
-        "(with the --path and --upstream-path that are used here)"
-    )
+    command = f"torchport patches lock {entry.upstream} (with the --path and --upstream-path that are used here)"
+    remedy = f"Review the patch, then run: {command}"
     commits = [row.seen_at_in_words() for row in locked.rows if row.seen_at_in_words().startswith("commit ")]
     if commits:
-        remedy = f"Check out {commits[-1]}. Or review the patch, and run{remedy.partition('run')[2]}"
+        remedy = f"Check out {commits[-1]}. Or review the patch, and run: {command}"
     return DriftError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
@@ -186,10 +185,11 @@ def lock(entries: Sequence[Entry], write: bool = True) -> list[str]:
         A line for each target that is new, changed or dropped; empty if the lock files need no change.
     """
     changed: list[str] = []
-    for entry, target in ((user, target) for user in entries for target in user.relies_on):
-        if definition(home_of(target)) is None:
-            fact, remedy = f"'{entry.id}' relies on {target}, which is not in the source", "Name what it calls there"
-            raise TargetError(entry.place, fact, remedy, patch=entry.id, target=target)
+    for entry in entries:
+        for target in entry.relies_on:
+            if definition(home_of(target)) is None:
+                fact = f"'{entry.id}' relies on {target}, which is not in the source"
+                raise TargetError(entry.place, fact, "Name what it calls there", patch=entry.id, target=target)
     for folder in dict.fromkeys(entry.folder for entry in entries):
         chosen = [entry for entry in entries if entry.folder == folder and entry.edits]
         after, lines = _new_lock(read_lock(folder), chosen)
@@ -231,8 +231,7 @@ def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
     current: dict[str, LockRow] = {}
     after: dict[str, Locked] = {}
     changed: list[str] = []
-    # For a revision git reads a whole package.
-    revision = functools.cache(git.revision)
+    revision = functools.cache(git.revision)  # git reads a whole package for it
     for entry in entries:
         fresh = current_row(entry)
         if fresh is None:
