@@ -235,7 +235,7 @@ def test_a_patch_that_must_be_called_in_its_stage_and_is_not_fails_it(world):
             ledger.check_called()
         assert str(caught.value) == (
             "patches/up/p.yaml:1: 'up.one' was not called in denoise (it is applied). "
-            "Find what is called instead of up.m:f, or take it out of 'must_be_called'."
+            "Find what is called instead of up.m:f, or remove the stage from 'must_be_called'."
         )
         up.m.f(1)
         ledger.check_called()

@@ -43,7 +43,7 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def call_kernel(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a JAX function that has only 32-bit types, as `call_jax`; wider arguments become 32-bit."""
+    """Calls, as `call_jax` does, a JAX function that has only 32-bit types. Wider arguments become 32-bit."""
     import jax
 
     def in_32_bits(value: Any) -> Any:

@@ -128,7 +128,7 @@ def _numpy(tensor: Any) -> Any:
 def _offset(tensor: Any) -> int:
     """Returns where a tensor begins in its memory; refuses arguments, whose offset may differ from call to call."""
     if tensor._env.dispatch._memory(tensor).is_callers:
-        raise DiffersError("Tensor.storage_offset", "may say something else of its caller's tensor in the next call")
+        raise DiffersError("Tensor.storage_offset", "may have another result for the tensor of the next call")
     return int(tensor._shadow.storage_offset())
 
 
@@ -330,8 +330,8 @@ class Dispatch:
             try:
                 return function(*args, **kwargs)
             except _REFUSALS as error:
-                # A refusal of PyTorch's is raised, as upstream may catch it. These do not count: of an operator that a
-                # lowering of torchax's calls, of one that needs values, and of `_grouped_mm`, which meta has for CUDA.
+                # Upstream may catch PyTorch's refusal, so it is raised: unless a lowering of torchax makes the call, or
+                # meta alone refuses, which has no values, and has `_grouped_mm` as on CUDA.
                 needs_values = isinstance(error, NotImplementedError | AssertionError) or "meta" in str(error).lower()
                 if device == "cpu" or not (self.lowering or needs_values or _name(function) == "_grouped_mm"):
                     raise
@@ -391,7 +391,7 @@ class Dispatch:
             properties.prng = key
             how = "draws numbers while the network is traced, the same for every call"
             raise DiffersError(operator_name(function), how, "Draw them outside of it, and pass them as an input")
-        # A write gives all tensors of its memory new values.
+        # Listed before the first write, which gives all tensors of its memory new values.
         for tensor, value in [(each, each._elem) for each in traced if each._elem is not before[id(each)]]:
             self._write(function, tensor, value)
         for tensor in written if _name(function) != "copy_" else ():  # `copy_` may get the array that is there already
@@ -562,10 +562,10 @@ class Dispatch:
         return memory
 
     def span(self, tensors: Sequence[Any]) -> Any:
-        """Returns a tensor of one dim: the part of their memory that has all of some tensors in it."""
+        """Returns a tensor of one dim: the smallest part of their memory in which all these tensors lie."""
         memory = self._memory(tensors[0])
         start, order = memory.layout
-        value = memory.value.transpose(order).ravel()
+        value = memory.value.transpose(order).ravel()  # the storage from its element `start` on
         with _plain():
             shadow = torch.empty(start + value.size, dtype=_empty(value).dtype, device="meta")
             ends = [extent(tensor._shadow) for tensor in tensors]
@@ -583,7 +583,7 @@ class Dispatch:
         while (whole := tensor.__dict__.get("_whole")) is not None:
             tensor = whole
         if not is_known(tensor) and layout(self.shadow(tensor)) != (0, [*range(tensor.ndim)]):
-            raise DiffersError("aten.as_strided.default", "counts the elements of a tensor with strides of its own")
+            raise DiffersError("aten.as_strided.default", "counts elements in memory that is not contiguous")
         return tensor, size, strides, start
 
     def _note_view(self, tensor: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> None:

@@ -79,7 +79,7 @@ def _rebind(audit: _Audit) -> list[Rebinding]:
     """Puts the new object in place of the old one in every holder of an audit, and notes the holders in the record."""
     if audit.record is not None:
         notes = [f"rebound {holder.where}" for holder in audit.holders]
-        audit.record.detail = "; ".join([*filter(None, [audit.record.detail]), *notes])
+        audit.record.detail = "; ".join(filter(None, [audit.record.detail, *notes]))
     places = [holder.place for holder in audit.holders if holder.place is not None]
     for place in places:
         place.exchange(audit.old, audit.new)

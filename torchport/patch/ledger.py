@@ -188,7 +188,7 @@ class Ledger:
             if is_due and self.calls(record) == 0:
                 stages = self.stage or ", ".join(entry.must_be_called)
                 fact = f"'{entry.id}' was not called in {stages} (it is {record.state()})"
-                remedy = f"Find what is called instead of {entry.target}, or take it out of 'must_be_called'"
+                remedy = f"Find what is called instead of {entry.target}, or remove the stage from 'must_be_called'"
                 raise NotCalledError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
@@ -232,5 +232,5 @@ def _remedy(file: str, name: str, other: str) -> str:
     # The folder in which an import of the other name finds the file.
     folder = Path(file).parents[other.count(".") + (Path(file).name == "__init__.py")]
     if str(folder) in map(os.path.realpath, sys.path):
-        return f"Take {folder} off sys.path (and PYTHONPATH), and import '{name}' there"
+        return f"Take {folder} off sys.path (and PYTHONPATH), and import '{name}' instead"
     return f"Import it as '{name}' everywhere"

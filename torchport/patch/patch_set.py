@@ -129,7 +129,7 @@ class _PatchSet:
             waits = record.outcome is None and record.change is None and _is_applied_at_import(record)
             if waits and not self.failed and entry.module in sys.modules:
                 fact = f"{entry.module} was imported past '{entry.id}', which changed nothing"
-                remedy = "Import it with an import statement, and let no other finder go before"
+                remedy = "Import it with an import statement, and put no finder before torchport's"
                 self.ledger.pending.append(TooLateError(entry.place, fact, remedy, patch=entry.id))
 
     def leave(self) -> None:
@@ -163,7 +163,7 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
     force already is not applied twice. At the end all changes are undone.
 
     Args:
-        stage: A stage's name, such as denoise: the ledger checks the patches that this stage must call. None: all.
+        stage: A stage's name, such as denoise: the ledger checks the patches that it must call. None: all stages.
         accept_drift: Whether drift is no error: `torchport check` reports drift itself and goes on.
     """
     if stage is not None and stage not in STAGES:

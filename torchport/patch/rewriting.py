@@ -188,7 +188,7 @@ def edit(
     Args:
         line: A line of the function in the file.
         find: Finds the function in a syntax tree that has only the top-level statement around the function.
-        home: The file's text before other rewrites, which has the same lines; by default `text`.
+        home: The file's text before other rewrites, with the same `spans`, which are cached; by default `text`.
     """
     rewrite, lines = entry.rewrite, text.encode().splitlines(keepends=True)
     assert rewrite is not None

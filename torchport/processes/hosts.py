@@ -65,12 +65,12 @@ def cluster_of(
         return Cluster() if distributed else None
     missing = [flag for flag in flags if flag not in names]
     if missing:
-        remedy = "Give all three, or --distributed alone where JAX knows them"
+        remedy = "Give all three, or --distributed alone on a cluster that JAX knows"
         raise BadValueError(names[0], f"It is given without {' and '.join(missing)}", remedy)
     assert coordinator is not None and processes is not None and process is not None
     name, _, port = coordinator.rpartition(":")
     if not name or not re.fullmatch(r"[1-9]\d{0,4}", port) or int(port) > 65535:
-        remedy = "Name the first process's, such as 10.0.0.1:8476"
+        remedy = "Name those of the first process, such as 10.0.0.1:8476"
         raise BadValueError(f"--coordinator {coordinator}", "It is no host and port", remedy)
     if process >= processes:
         remedy = f"It must be 0 to {processes - 1}"
@@ -377,7 +377,7 @@ class Watch:
             self.leave(failed["code"], f"{place} failed, and this one ends: {failed['error']}")
         for number, before in self.signs.items():
             sign = messages.get(f"{KEYS}{number}", before)
-            if sign != before or sign == OVER:
+            if sign != before or sign == OVER:  # after its normal end a process is never lost
                 self.signs[number], self.heard[number] = sign, time.monotonic()
                 self.counts[number] += 1
             elif time.monotonic() - self.heard[number] > SILENCE:

@@ -34,7 +34,7 @@ class Binding:
 
 
 def binding_at(tree: ast.Module, path: Sequence[str]) -> Binding:
-    """Returns the statement that binds the last name of a path, or an earlier name that the source does not define.
+    """Returns the statement that binds the last name of a path, or its first name that is no class of this source.
 
     `("Block", "forward")` leads to the `def` in the class; `("nn", "Linear")` to `import torch.nn as nn`, at depth 1.
     """

@@ -168,7 +168,7 @@ def _spec_of(module: str) -> ModuleSpec:
     parts = module.split(".")
     top = sys.modules.get(parts[0])
     spec = None if top is None else vars(top).get("__spec__")
-    finders = [] if isinstance(spec, ModuleSpec) else sys.meta_path
+    finders = [] if isinstance(spec, ModuleSpec) else sys.meta_path  # an imported package has its spec
     for finder in finders:
         find = getattr(finder, "find_spec", None)
         spec = find(parts[0], None) if find else None

@@ -90,12 +90,12 @@ def counting(
     if needs_signature:  # the original gets it, too: both functions have one `__dict__`
         substitute.__signature__ = inspect.signature(original)
 
-    def retire(substitute: Any, original: Any) -> None:
-        cells[0].cell_contents, cells[1].cell_contents = Calls(), original
-        if is_plain:  # the code passes them on to the original
-            substitute.__defaults__, substitute.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
+    def retire(retired: Any, target: Any) -> None:
+        cells[0].cell_contents, cells[1].cell_contents = Calls(), target
+        if is_plain:  # the code passes its defaults on to the target
+            retired.__defaults__, retired.__kwdefaults__ = target.__defaults__, target.__kwdefaults__
         if needs_signature:
-            vars(original).pop("__signature__", None)
+            vars(target).pop("__signature__", None)
 
     registry.substitutes[id(substitute)] = substitute
     return substitute, retire
@@ -147,6 +147,7 @@ def _shared_parameters(original: types.FunctionType, function: Callable[..., Any
     """Returns the original's parameters, with the defaults of `function`; None if the two take arguments differently.
     Parameters `*args, **kwargs` are always returned: they take any call.
     """
+    # Without the original's `__dict__`: `inspect` would follow `__wrapped__` in it.
     bare = types.FunctionType(original.__code__, {}, "", original.__defaults__, original.__closure__)
     bare.__kwdefaults__ = original.__kwdefaults__
     ours, theirs = list(inspect.signature(bare).parameters.values()), live_signature(function)
@@ -214,12 +215,8 @@ def disguise_class(replacement: type, original: type, calls: Calls | None) -> Ca
     """
     values = {name: getattr(original, name) for name in ("__module__", "__name__", "__qualname__", "__doc__")}
     for name, value in vars(original).items():
-        if not (
-            name.startswith(("__", "_abc_"))
-            or callable(value)
-            or hasattr(value, "__get__")
-            or hasattr(replacement, name)
-        ):
+        is_special = name.startswith(("__", "_abc_"))
+        if not (is_special or callable(value) or hasattr(value, "__get__") or hasattr(replacement, name)):
             values[name] = value
     if calls is not None:
         values["__init__"], _ = counting(type.__getattribute__(replacement, "__init__"), calls)

@@ -58,8 +58,8 @@ class Stub(types.ModuleType):
         error = StubCalledError(
             f"{caller.f_code.co_filename}:{caller.f_lineno}",
             f"{self.__name__} is {how}, and '{entry.id}' ({entry.place}) only stands in for it",
-            f"Install {self.__name__.partition('.')[0]}, or write a patch for {name}. The original has the "
-            "patches alone that the card names under 'original'",
+            f"Install {self.__name__.partition('.')[0]}, or write a patch for {name}. The original backend "
+            "applies only the patches that the card lists under 'original'",
             patch=entry.id,
         )
         self.__dict__["_keep"](error)
@@ -107,7 +107,7 @@ def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> C
         prepare = functools.partial(_exchange_import, server, undos)
         if name in sys.modules:
             prepare(sys.modules[name])
-        undos.callback(hook.arm(name, prepare, "before"))
+        undos.callback(hook.arm(name, prepare, when="before"))
     return undos.close
 
 

@@ -60,7 +60,7 @@ def locate(entry: Entry, module: types.ModuleType) -> Slot:
         raw, in_holder = _find(holder, name)
         if raw is ABSENT:
             walked = entry.module + ":" + ".".join(entry.path[:depth]) if depth else entry.module
-            known = [name for name in getattr(holder, "__dict__", {}) if not name.startswith("__")]
+            known = [key for key in getattr(holder, "__dict__", {}) if not key.startswith("__")]
             fact, remedy = f"'{entry.id}' finds no '{name}' in {walked}", nearest(name, known)
             if len(remedy) > 200:
                 remedy = "Look the target up in the upstream that is installed"

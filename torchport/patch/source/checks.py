@@ -188,7 +188,7 @@ def _check_rewrite(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any
 
     text = texts.get(entry.module, source.text)
     parameters = rewriting.parameters(entry, loaded)
-    texts[entry.module] = rewriting.edit(entry, text, node.lineno, find, parameters, source.text).text
+    texts[entry.module] = rewriting.edit(entry, text, node.lineno, find, parameters, home=source.text).text
 
 
 def live_signature(function: Any) -> Signature | None:

@@ -106,8 +106,8 @@ def _hash_in_words(name: str, source: SourceFile, node: ast.stmt, why: str) -> t
     """
     home = home_of(name)
     with parsing.nesting(source.shown, node.lineno):
-        # Of a loop or condition the first line alone counts.
         nodes = bindings(source, home[1])
+        # Of a loop or condition the first line alone counts.
         texts = ["".join(_plain_text(bound, blocks=isinstance(bound, DEFINITIONS))) for bound in nodes]
         key = _hash("\0".join([*texts, *uses(home)]), 8)
     return key, f" ({source.shown}:{node.lineno}), {why},"
@@ -340,7 +340,7 @@ class HashedPart:
         if isinstance(self.last, ast.stmt) and getattr(self.last, "body", None):  # of an `if` or `for`, the head alone
             line, column = self.last.body[0].lineno, self.last.body[0].col_offset  # type: ignore[attr-defined]
         rows = text.encode().split(b"\n")[self.first.lineno - 1 : line]
-        rows[-1] = rows[-1][:column]
+        rows[-1] = rows[-1][:column]  # first, as it may be the row that is cut next
         rows[0] = rows[0][self.first.col_offset :]
         words = self.mark + " ".join(b"\n".join(rows).decode(errors="replace").split())
         return words if len(words) <= 160 else f"{words[:157]}..."
@@ -371,8 +371,9 @@ def _without_docstring(node: ast.AST, block: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _plain_text(node: object, blocks: bool = True) -> Iterator[str]:
-    """Yields the pieces of a syntax tree's text to hash, without formatting, annotations and docstrings; `blocks` are
-    optional. Pieces, since a generator takes one frame for each level of the tree, and a long chain of `elif` is deep.
+    """Yields the text of a syntax tree to hash, in pieces: without formatting, annotations and docstrings, and unless
+    `blocks` without the statements inside a statement. A generator takes one frame for each level of the tree, and a
+    long chain of `elif` is deep.
 
     `x = 1` is `(Assign targets=[(Name id=str:'x'),] value=(Constant value=int:1))`.
     """
@@ -391,7 +392,7 @@ def _plain_text(node: object, blocks: bool = True) -> Iterator[str]:
         is_block = field in _BLOCKS and isinstance(value, list)
         if field in _SKIPPED and not (field == "annotation" and isinstance(node, ast.AnnAssign)):
             continue
-        if value is None and not isinstance(node, ast.Constant):
+        if value is None and not isinstance(node, ast.Constant):  # an empty field, as `[]` below
             continue
         if value == [] or (is_block and not blocks):
             continue

@@ -130,7 +130,7 @@ def statement(source: SourceFile, line: int, why: str, file: str = "tracing") ->
     """
     with parsing.nesting(source.shown, line):
         spot = _spot(source.tree, line)
-        origin = None if spot is None else _origin(spot)
+        origin = None if spot is None else _origin(spot)  # the assignment of the name that an `if` tests
         if origin is not None:
             spot, line = origin, origin.statement.lineno
         if spot is None or not "".join([source.module, *spot.names]).isascii():
