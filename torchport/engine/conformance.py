@@ -188,7 +188,7 @@ def _is_default(value: Any, default: Any) -> bool:
     if isinstance(default, list | tuple):  # a single number counts for each dim
         return list(value) == list(default) if isinstance(value, list | tuple) else {value} == set(default)
     if isinstance(value, bool | str) or value is None:
-        return value is default or (type(value) is type(default) and value == default)
+        return value is default or (type(value) is type(default) and value == default)  # True is not 1
     return isinstance(value, int | float) and isinstance(default, int | float) and value == default
 
 

@@ -501,11 +501,11 @@ class Dispatch:
         whose = memory.whose or ("a tensor that others share" if len(memory.alive()) > 1 else "")
         if whose:
             raise DiffersError(operator_name(function), f"resizes {whose}")
-        size = value.shape, value.stride()
+        shape, strides = value.shape, value.stride()
         device = self.shadow(value).device
         with _plain():
-            tensor.resize_(size[0]).as_strided_(*size)
-            tensor._shadow = torch.empty_strided(*size, dtype=tensor.dtype, device=device)
+            tensor.resize_(shape).as_strided_(shape, strides)
+            tensor._shadow = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
         tensor._array = None if is_known(tensor) else value._elem
         del tensor._memory
 

@@ -193,13 +193,13 @@ def expression(thing: Any) -> str | None:
         owners = _referrers([each for each in itertools.chain(*referrers.values()) if isinstance(each, dict)])
         for item, suffix in level:
             for referrer in referrers[id(item)]:
-                owned = owners.get(id(referrer), [])
-                name = _global_name(referrer, item, homes, owned)
+                dict_owners = owners.get(id(referrer), [])
+                name = _global_name(referrer, item, homes, dict_owners)
                 if name is not None:
                     return f"{name}{suffix}"
                 if id(referrer) not in seen and not isinstance(referrer, types.FrameType):
                     seen.add(id(referrer))
-                    above += [(owner, f"{access}{suffix}") for owner, access in _accesses(referrer, item, owned)]
+                    above += [(owner, f"{access}{suffix}") for owner, access in _accesses(referrer, item, dict_owners)]
         level = above
         # These lists refer to the objects of the next level, too.
         del referrers
@@ -317,11 +317,12 @@ def _source_of_module(module: str, needle: str | None = None) -> SourceFile | No
     if not isinstance(file, str) or not file.endswith(".py"):
         return None
     try:
-        text = Path(file).read_text(encoding="utf-8", errors="replace") if needle or module == "__main__" else ""
+        is_main = module == "__main__"  # a search would find no module of this name
+        text = Path(file).read_text(encoding="utf-8", errors="replace") if needle or is_main else ""
         if needle is not None and not re.search(needle, text, re.MULTILINE):
             return None
-        source = SourceFile(module, file, text) if module == "__main__" else read_source(module)
-        return source if source is None or source.tree else None
+        source = SourceFile(module, file, text) if is_main else read_source(module)
+        return source if source is not None and source.tree else None  # the tree is made here, which may fail
     except (OSError, ImportError, UnreadableError):
         return None  # an error message then has no line
 

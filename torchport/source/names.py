@@ -299,11 +299,12 @@ class Lookup:
 
     def _in_module(self, module: str, chain: Chain) -> list[Home]:
         """Returns the definitions to which a chain of names leads in a module; the first names may be submodules."""
-        source = _source(module) if chain and self._may_enter(module) else None
+        if not chain:
+            return []
+        source = _source(module) if self._may_enter(module) else None
         if source is not None and chain[0] in source.names:
             return list(self.names(module, chain))
-        deeper = self._in_module(f"{module}.{chain[0]}", chain[1:]) if chain else []
-        return deeper or (list(self.names(module, chain)) if chain else [])
+        return self._in_module(f"{module}.{chain[0]}", chain[1:]) or list(self.names(module, chain))
 
     def _in_class(self, home: Home, chain: Chain) -> Iterator[Home]:
         """Yields the method of a class that `chain` begins with; for an empty chain its constructors, or the class."""

@@ -191,7 +191,7 @@ def _spec_of(module: str) -> ModuleSpec:
 def package_folder(source: SourceFile) -> Path:
     """Returns the folder of a module's top-level package; of a single module its file."""
     file = Path(source.file)
-    depth = len(source.module.split(".")) - (file.name != "__init__.py")
+    depth = len(source.module.split(".")) - (file.name != "__init__.py")  # how many packages the file lies in
     return file.parents[depth - 1] if depth else file
 
 
