@@ -45,7 +45,8 @@ class Commands(terminal.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Imports the command that a command line names; returns its name, the command, and the rest of the line."""
         name, command, rest = super().resolve_command(ctx, args)
-        if command is not None:  # else a shell completes a name that is no command
+        # It is None where a shell completes a name that is no command.
+        if command is not None:
             command = importlib.import_module(f"torchport.commands.{name}").command
         return name, command, rest
 

@@ -64,7 +64,8 @@ def waiting(what: str) -> Iterator[None]:
         def tick() -> None:
             """Redraws the bar twice a second, until the work is over, unless an inner bar has the line."""
             while not over.wait(0.5):
-                if _waits[-1] is bar:  # a notebook has one line for all bars
+                # A notebook has one line for all bars.
+                if _waits[-1] is bar:
                     bar.refresh()
 
         clock = threading.Thread(target=tick, daemon=True)

@@ -98,9 +98,7 @@ def array(tensor: Any) -> Any:
 
 
 def missing_operator(error: BaseException) -> str | None:
-    """Returns the operator that torchax cannot lower, as `torch.ops.aten:name.overload`, or "" where the error does not
-    name it; None for any other error.
-    """
+    """Returns the operator that has no lowering, `torch.ops.aten:name.overload`; "" without a name; else None."""
     module = sys.modules.get("torchax.tensor")
     if module is None or not isinstance(error, module.OperatorNotFound):
         return None

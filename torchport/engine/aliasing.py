@@ -41,11 +41,10 @@ class Storage:
         self.tensors.append((weakref.ref(tensor), path))
 
     def write(self, path: tuple[View, ...], value: Any) -> None:
-        """Writes a value to the part of the memory to which a path of views leads, back through each view's base. Its
-        caller gives the tensors of the memory their new values.
-        """
+        """Writes a value to the part of the memory where a path of views leads; the caller updates its tensors."""
         self.written = True
-        bases = [self.value]  # the value of the base of each view
+        # The value of the base of each view.
+        bases = [self.value]
         for view in path[:-1]:
             bases.append(view.forward(bases[-1]))
         for view, base in zip(reversed(path), reversed(bases), strict=bool(path)):  # an empty path needs no base

@@ -185,7 +185,8 @@ def _option(name: str, value: Any) -> str:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    if isinstance(default, list | tuple):  # a single number counts for each dim
+    # A single number counts for each dim.
+    if isinstance(default, list | tuple):
         return list(value) == list(default) if isinstance(value, list | tuple) else {value} == set(default)
     if isinstance(value, bool | str) or value is None:
         return value is default or (type(value) is type(default) and value == default)  # True is not 1
@@ -224,9 +225,7 @@ def _parameters(func: Any, places: int = 0, names: frozenset[str] = frozenset())
 
 
 def _parameters_of_builtin(func: Any, places: int, names: frozenset[str]) -> list[_Parameter] | None:
-    """Returns the parameters of the first ATen overload with a builtin's name that takes `places` arguments by position
-    and `names` by name; None if there is none.
-    """
+    """Returns the parameters of a builtin's first ATen overload that takes these arguments; None if there is none."""
     import torch
 
     packet = getattr(torch.ops.aten, func.__name__, None)
@@ -306,7 +305,8 @@ class Operators:
             if other[0] != "unknown":
                 state, what = other
         stops = state == "differs" and _STOPS.match(what) is not None
-        if stops:  # the lowering raises an exception, which says more than ours
+        # The lowering raises an exception, which says more than ours.
+        if stops:
             state = "unknown"
         if form.operator not in self.accepted:
             if state == "differs":

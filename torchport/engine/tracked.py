@@ -217,7 +217,8 @@ class Dispatch:
         except self.not_found:
             if not isinstance(function, torch._ops.OpOverload):
                 raise
-            with _plain():  # it makes a host tensor, as no device is named
+            # It makes a host tensor, as no device is named.
+            with _plain():
                 return function(*args, **kwargs)
         if not isinstance(output, self.type):
             return output
@@ -289,7 +290,8 @@ class Dispatch:
     def shadow(self, tensor: Any) -> torch.Tensor:
         """Returns a traced tensor's shadow, PyTorch's tensor of its dtype, shape and strides; makes a missing one."""
         shadow: torch.Tensor | None = tensor.__dict__.get("_shadow")
-        if shadow is None:  # an input or a weight, which `tensor` has not made
+        # An input or a weight, which `tensor` has not made.
+        if shadow is None:
             shadow = tensor._shadow = _empty(tensor._elem)
             self.made.append(weakref.ref(tensor))
         return shadow
@@ -343,7 +345,8 @@ class Dispatch:
         shadows = {id(tensor._shadow): tensor for tensor in self._traced((args, kwargs))}
         for tensor in self._traced(_written(function, args, kwargs)):
             for sharing, _ in self._memory(tensor).alive():
-                sharing._array = None  # an outdated copy: the operator has written to the memory
+                # An outdated copy: the operator has written to the memory.
+                sharing._array = None
         outputs, tree = pytree.tree_flatten(answer)
         shapes = [getattr(leaf, "shape", None) for leaf in outputs]
         for item, leaf in enumerate(outputs):
@@ -474,7 +477,8 @@ class Dispatch:
         """Calls an operator's overload without `out` (`returning`), and copies the results into the `out` tensors."""
         given, outs = dict(kwargs), {}
         for name in _names(function):
-            if name not in _names(returning):  # an argument for a result, mostly `out`
+            # An argument for a result, mostly `out`.
+            if name not in _names(returning):
                 outs[name] = given.pop(name)
         tensors = pytree.tree_leaves(outs)
         # PyTorch would resize the shadows themselves.
@@ -637,7 +641,8 @@ class Dispatch:
         from torchax.ops import mappings
 
         if is_known(tensor):
-            tensor._array = None  # so that `_forget` takes the values before the write from the shadow
+            # So that `_forget` takes the values before the write from the shadow.
+            tensor._array = None
             self._forget(tensor)
         dtype = mappings.t2j_dtype(tensor._shadow.dtype)
         if value.dtype != dtype:
@@ -660,9 +665,7 @@ class Dispatch:
                 sharing._array = memory.read(path)
 
     def _forget(self, tensor: Any) -> None:
-        """Makes the values of all tensors of a memory unknown to the host, before the devices write there: they get
-        shadows on meta, and arrays of their values so far.
-        """
+        """Gives all tensors of a memory shadows on meta, before the devices write there: the host loses the values."""
         memory = self._memory(tensor)
         with _plain():
             count = tensor._shadow.untyped_storage().nbytes() // tensor._shadow.itemsize
@@ -778,7 +781,8 @@ def views(tensors: list[Any], bases: Mapping[tuple[str, Any], Any]) -> dict[int,
             sharing = [tensors[number] for number in numbers]
             index = _container(sharing)
             kind, whole = "output", numbers[index] if index < len(numbers) else len(tensors)
-            if whole == len(tensors):  # no output has all the others in it
+            # No output has all the others in it.
+            if whole == len(tensors):
                 tensors.append(sharing[0]._env.dispatch.span(sharing))
             base = tensors[whole]
         else:

@@ -42,7 +42,8 @@ def writing(file: Path) -> Iterator[Path]:
         with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
         # mkstemp makes files that only their owner may read; artefacts are shared.
-        mask = os.umask(0)  # the umask can only be read by setting it
+        # The umask can only be read by setting it.
+        mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
         temporary.replace(file)

@@ -51,9 +51,7 @@ class _Audit:
 
 
 def repair(records: Sequence[Record]) -> list[Rebinding]:
-    """Puts replacements in place of the originals in all holders of the originals, and returns each exchange, in order.
-    Raises AliasError, or TooLateError, for an original that a holder keeps.
-    """
+    """Exchanges originals in all their holders, and returns the exchanges; or raises AliasError or TooLateError."""
     audits = [audit for record in records for audit in _audits_of(record)]
     _find_holders(audits)
     # A holder without a container is a name of a module, and stays. Any other holder may be garbage that nobody has
@@ -118,7 +116,8 @@ def _audits_of(record: Record) -> list[_Audit]:
     original, entry = function_in(change.slot.raw), record.entry
     home = getattr(original, "__module__", None)
     is_name_only = record.imported
-    if is_name_only is None:  # without source an object of another module counts as imported
+    # Without source an object of another module counts as imported.
+    if is_name_only is None:
         is_name_only = len(entry.path) == 1 and home not in (None, entry.module)
     if isinstance(original, types.BuiltinFunctionType) and home is not None:
         # After `size = len` in a class, all of Python holds `len`.
@@ -317,14 +316,16 @@ def _source_of_module(module: str, needle: str | None = None) -> SourceFile | No
     if not isinstance(file, str) or not file.endswith(".py"):
         return None
     try:
-        is_main = module == "__main__"  # a search would find no module of this name
+        # A search would not find `__main__`.
+        is_main = module == "__main__"
         text = Path(file).read_text(encoding="utf-8", errors="replace") if needle or is_main else ""
         if needle is not None and not re.search(needle, text, re.MULTILINE):
             return None
         source = SourceFile(module, file, text) if is_main else read_source(module)
         return source if source is not None and source.tree else None  # the tree is made here, which may fail
     except (OSError, ImportError, UnreadableError):
-        return None  # an error message then has no line
+        # An error message then has no line.
+        return None
 
 
 def _imports(node: ast.Import | ast.ImportFrom, source: SourceFile) -> set[str]:

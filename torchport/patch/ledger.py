@@ -108,9 +108,7 @@ class Ledger:
         self._traced: dict[str, int] = {}  #: The calls in earlier traces of the programs, by the patch's id.
 
     def of_run(self, loading: Trace) -> Ledger:
-        """Returns a new ledger of the same patches, for another run of a stage. It counts calls anew, on top of the
-        calls in `loading`, which were made when the stage was loaded.
-        """
+        """Returns a ledger that counts anew, for another run of a stage; `loading` has the calls of its loading."""
         ledger = Ledger(self.records, self.stage)
         ledger.pending = self.pending
         ledger.credit(loading)

@@ -214,7 +214,8 @@ def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) 
             record.outcome, record.detail = NOT_NEEDED, reason
     wanted = [record for record in records.values() if record.outcome is None]
     loaded = load_all([record.entry for record in wanted])
-    texts: dict[str, str] = {}  # of each module, after the rewrites that are checked by then
+    # The text of each module after the rewrites that are checked by then.
+    texts: dict[str, str] = {}
     for record in wanted:
         record.loaded = loaded.get(record.entry.id)
         if record.entry.edits:
@@ -235,7 +236,8 @@ def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:
     places: dict[_Place, Entry] = {}
     for number, entry in enumerate([*running, *fresh]):
         is_fresh = number >= len(running)
-        if is_fresh:  # the others were checked when they were entered
+        # Entries in force were checked when they were entered.
+        if is_fresh:
             if entry.id in ids:
                 fact = f"The id '{entry.id}' is in force with another content, from {ids[entry.id].place}"
                 raise ConflictError(entry.place, fact, "Rename one of the two", patches=[entry.id])

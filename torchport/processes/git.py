@@ -56,9 +56,7 @@ def revision(package: Path) -> Revision:
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
-    """Returns git's stdout for a command in a folder, run without this user's configuration and environment; raises a
-    _NoAnswerError if git is absent or fails.
-    """
+    """Returns git's stdout for a command in a folder, without this user's configuration; or raises _NoAnswerError."""
     path = os.pathsep.join(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))
     program = shutil.which("git", path=path)
     if program is None:

@@ -182,9 +182,7 @@ def pair_from_first(make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) ->
 def _publish(
     key: str, make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]
 ) -> tuple[T, Mapping[str, torch.Tensor]]:
-    """Calls `make` in the first process, sends its result to the others under a key, and returns the result. An error
-    of `make` is sent, too, and raised.
-    """
+    """Calls `make` in the first process, and sends its result or error to the others; returns or raises it, too."""
     from safetensors.torch import save
 
     _alone.append(True)
@@ -226,9 +224,7 @@ def _receive(key: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
 
 
 def _wait_for(key: str) -> str:
-    """Waits until another process sets a key, and returns its value. There is no time limit, but Ctrl-C ends the wait:
-    Python handles it between two calls of the service.
-    """
+    """Waits, without a limit, until another process sets a key, and returns its value. Ctrl-C ends the wait."""
     import jax
 
     while True:
@@ -260,7 +256,8 @@ def check_same(facts: Mapping[str, Any]) -> None:
     if processes() == 1:
         return
     text = json.dumps(dict(facts), default=str)
-    ours = json.loads(text)  # as JSON changes the facts of the others: it makes lists of tuples
+    # As the facts of the others come: JSON makes lists of tuples.
+    ours = json.loads(text)
     for number, theirs in enumerate(map(json.loads, _all_texts(text))):
         differs = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
         if differs:
@@ -333,7 +330,8 @@ class Watch:
         elif isinstance(error, KeyboardInterrupt):
             code, text = errors.StoppedError.exit_code, AT_ONCE
         self.publish(code, text)
-        atexit.register(self.leave, code)  # it runs before JAX's own: handlers run last in, first out
+        # Before JAX's own: handlers run last in, first out.
+        atexit.register(self.leave, code)
 
     def publish(self, code: int, text: str) -> None:
         """Publishes why this process failed, for the others to read; the message of an earlier failure stays."""
@@ -346,7 +344,8 @@ class Watch:
     def leave(self, code: int, text: str = "") -> NoReturn:
         """Ends this process once the others have had the time to read its message."""
         if self.state.process_id == 0:
-            time.sleep(BRIEF)  # this process runs the service from which the others read the message
+            # This process runs the service from which the others read the message.
+            time.sleep(BRIEF)
         _leave(code, text)
 
     def _run(self) -> None:
@@ -377,7 +376,8 @@ class Watch:
             self.leave(failed["code"], f"{place} failed, and this one ends: {failed['error']}")
         for number, before in self.signs.items():
             sign = messages.get(f"{KEYS}{number}", before)
-            if sign != before or sign == OVER:  # after its normal end a process is never lost
+            # After its normal end a process is never lost.
+            if sign != before or sign == OVER:
                 self.signs[number], self.heard[number] = sign, time.monotonic()
                 self.counts[number] += 1
             elif time.monotonic() - self.heard[number] > SILENCE:

@@ -77,9 +77,7 @@ class Stopping:
 
 @contextlib.contextmanager
 def unwinding() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise SystemExit while the context lasts, so that child processes are ended and
-    temporary folders removed, as at Ctrl-C.
-    """
+    """Makes SIGTERM and SIGHUP raise SystemExit while the context lasts, so that all is tidied up, as at Ctrl-C."""
 
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)  # what a shell returns for a process that a signal ended

@@ -42,7 +42,8 @@ def binding_at(tree: ast.Module, path: Sequence[str]) -> Binding:
     for depth, name in enumerate(path, 1):
         mangled = f"_{path[depth - 2].lstrip('_')}" if depth > 1 else ""
         if mangled and name.startswith(f"{mangled}__") and not name.endswith("__"):
-            name = name.removeprefix(mangled)  # inside `class K` Python makes `_K__name` of the source's `__name`
+            # Inside `class K` Python makes `_K__name` of the source's `__name`.
+            name = name.removeprefix(mangled)
         node = last_bindings(holder).get(name)
         if node is None:
             return Binding(None, depth - 1, open=_may_have_other_names(holder))
@@ -53,9 +54,7 @@ def binding_at(tree: ast.Module, path: Sequence[str]) -> Binding:
 
 
 def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Returns the statements of a module's or class's body, and those in its `if`, `try` and loops; of a nested
-    function or class the definition alone.
-    """
+    """Returns the statements of a body and of its `if`, `try` and loops; of a function or class the `def` alone."""
     return (statement for statement, _ in _under_conditions(body))
 
 
@@ -242,7 +241,8 @@ def exposed(statements: Sequence[ast.stmt]) -> tuple[set[str], set[str]]:
         read |= first - written
         written |= sure
     jumps = any(isinstance(node, (ast.Break, ast.Continue)) for node in in_scope(statements))
-    return read, set() if jumps else written  # a jump may leave out any of the writes
+    # A jump may leave out any of the writes.
+    return read, set() if jumps else written
 
 
 def _exposed_by(statement: ast.stmt) -> tuple[set[str], set[str]]:
@@ -272,7 +272,8 @@ def read_after(function: Function, chain: Chain, block: list[ast.stmt], end: int
         if isinstance(parent, _LOOPS):
             live |= exposed([parent])[0] - sure
             sure = set()  # the loop may end at its head, before the rest of its body is reached
-        if isinstance(parent, _TRIES):  # an exception leads to its other blocks
+        # An exception leads to its other blocks.
+        if isinstance(parent, _TRIES):
             live |= _union(exposed(inner)[0] for inner in inner_blocks(parent))
         first, written = exposed(outer[index + 1 :])
         live |= first - sure

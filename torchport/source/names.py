@@ -92,9 +92,7 @@ def uses(home: Home) -> list[str]:
 
 
 def _imported_names(name: str, statements: Sequence[ast.stmt], source: SourceFile) -> Iterator[str]:
-    """Yields the full names that imports among some statements bind to a name: `up.m.f` for the name `a` and the
-    statement `from up.m import f as a`.
-    """
+    """Yields the full names that imports bind to a name: `up.m.f` for the name `a` and `from up.m import f as a`."""
     for node in statements:
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
             if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == name:
@@ -113,7 +111,8 @@ def _homes_used(user: Home) -> Iterator[tuple[Chain, Home]]:
     chains, local = _reads(source, user[1])
     owner = user[1] if isinstance(source.where(user[1]).node, ast.ClassDef) else user[1][:-1]
     for chain in chains:
-        if chain[0] == _SUPER and not owner:  # the class is inside a function, where no path leads
+        # The class is inside a function, where no path leads.
+        if chain[0] == _SUPER and not owner:
             continue
         lookup = Lookup(package=user[0].partition(".")[0])
         if chain[0] in (_SELF, _SUPER):

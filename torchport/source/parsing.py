@@ -42,9 +42,7 @@ def _tree_of(file: Path, name: str, mtime_ns: int) -> ast.Module:
 
 
 def text_of(file: Path, name: str) -> str:
-    """Returns a file's text in the encoding that it declares, with newlines as Python reads them; else UnreadableError
-    with the file's name as errors show it.
-    """
+    """Returns a file's text in the encoding that it declares; raises UnreadableError with `name` as the file's name."""
     size = _status(file, name).st_size
     if size > LARGEST:
         fact = f"It has {size / 1e6:.0f} MB, more than the {LARGEST // 10**6} MB that are read"
@@ -77,7 +75,8 @@ def decoded(name: str) -> Iterator[None]:
 def tree(text: str, name: str) -> ast.Module:
     """Returns the syntax tree of a text; raises UnreadableError if it is not Python, or nested too deep."""
     with nesting(name), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of the text, such as for an invalid escape
+        # Warnings of the text, such as for an invalid escape.
+        warnings.simplefilter("ignore")
         try:
             return ast.parse(text)
         except SyntaxError as error:

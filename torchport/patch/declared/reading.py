@@ -159,7 +159,8 @@ def _files_of(root: Path, name: str) -> list[Path]:
     words = (upstream, file) if slash else (upstream,)
     if not all(map(_is_word, words)):
         if upstream in {f.name for f in root.iterdir()}:
-            _upstreams(root)  # raises the error that says how to rename the folder
+            # Raises the error that says how to rename the folder.
+            _upstreams(root)
         raise BadValueError(name, f"'{name}' is no name of patches", "Write upstream or upstream/file")
     folder = root / upstream
     if not has_folder(folder):
@@ -261,7 +262,8 @@ def read_lock(folder: Path) -> dict[str, Locked]:
     shown = as_named(file)
     if not file.is_file():
         if file.is_symlink() or file.exists():
-            read_document(file, shown)  # raises: it is a folder, or a link to nothing
+            # Raises: it is a folder, or a link to nothing.
+            read_document(file, shown)
         return {}
     stat = file.stat()
     return _lock(file, shown, stat.st_mtime_ns, stat.st_size)

@@ -147,7 +147,8 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
     parameters = rewriting.parameters(entry, loaded)
     edit = rewriting.edit(entry, text, old.co_firstlineno, rewriting.finder(entry, old), parameters)
     _check_globals(entry, function, edit)
-    ids, home = entry.id, old.co_filename  # tracebacks show the patches, then upstream's file
+    # Tracebacks show the patches, then upstream's file.
+    ids, home = entry.id, old.co_filename
     if home.startswith("<torchport: "):
         earlier, _, home = home.removeprefix("<torchport: ").removesuffix(">").partition(" in ")
         ids = f"{earlier}, {entry.id}"

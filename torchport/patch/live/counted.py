@@ -87,12 +87,14 @@ def counting(
         substitute = proxy(original, types.FunctionType(code, globals(), closure=cells), name)
     # For code that takes any call `inspect` needs the signature, unless an attribute leads there already.
     needs_signature = is_plain and parameters is None and vars(original).keys().isdisjoint(_SIGNATURES)
-    if needs_signature:  # the original gets it, too: both functions have one `__dict__`
+    # The original gets it, too: both functions have one `__dict__`.
+    if needs_signature:
         substitute.__signature__ = inspect.signature(original)
 
     def retire(retired: Any, target: Any) -> None:
         cells[0].cell_contents, cells[1].cell_contents = Calls(), target
-        if is_plain:  # the code passes its defaults on to the target
+        # The code passes its defaults on to the target.
+        if is_plain:
             retired.__defaults__, retired.__kwdefaults__ = target.__defaults__, target.__kwdefaults__
         if needs_signature:
             vars(target).pop("__signature__", None)

@@ -139,9 +139,7 @@ class Referrers:
     """What the garbage collector knows about the holders of objects."""
 
     def __init__(self, objects: list[Any], is_own: Callable[[Any], bool]) -> None:
-        """Finds the referrers of objects, and up to three levels of owners of each. A referrer for which `is_own` is
-        true is torchport's, and no holder.
-        """
+        """Finds the referrers of objects, and up to three levels of owners; `is_own` says which are torchport's."""
         thaw()
         self._subjects = {id(thing) for thing in objects}
         self._is_own = is_own
@@ -150,7 +148,8 @@ class Referrers:
         self._first = referrers_of(objects)
         self._owners: dict[int, list[Any]] = {}  #: What refers to a referrer, by the referrer's id.
         referrers = [r for r in self._first if not isinstance(r, _NEEDS_NO_OWNER) and not is_own(r)]
-        lists = [referrers, self._first]  # of this search: they refer to the same objects, and hold none
+        # The lists of this search refer to the same objects, and are no holders.
+        lists = [referrers, self._first]
         for _ in range(3):  # the longest row is function, tuple, cell, object
             known = self._modules | self._owners.keys()
             frontier = [r for r in referrers if isinstance(r, _OWNED) and id(r) not in known and r is not lists]

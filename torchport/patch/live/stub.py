@@ -77,7 +77,8 @@ class _Server:
     def __call__(self, name: str, scope: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         """Serves an import of a stubbed package; all others go to Python's own `__import__`."""
         package = name.partition(".")[0]
-        if level or package not in self.stubs:  # a `level` makes the import relative
+        # A `level` makes the import relative.
+        if level or package not in self.stubs:
             return builtins.__import__(name, scope, local, fromlist, level)
         stub, calls = self.stubs[package]
         calls.count += 1
@@ -100,7 +101,8 @@ def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> C
             if not any(value.__name__.partition(".")[0] == package for value in stubs):
                 fact = f"'{name}' was imported before its stub of {package}"
                 raise TooLateError(entry.place, fact, "Import it inside 'with patch.applied(...)'", patch=entry.id)
-            calls.count += 1  # an import of the stub counts as a call of the patch
+            # An import of the stub counts as a call of the patch.
+            calls.count += 1
         server = registry.servers.setdefault(name, _Server())
         server.stubs[package] = (Stub(package, entry, keep), calls)
         undos.callback(server.stubs.pop, package, None)

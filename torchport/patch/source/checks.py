@@ -92,7 +92,8 @@ def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None)
         raise _no_such_name(entry, source, binding)
     _check_scope(entry, binding)
     if binding.node is None or binding.depth < len(entry.path):
-        return  # the source does not show the target itself
+        # The source does not show the target itself.
+        return
     if not entry.rewrite:
         _check_home(entry, source, binding.node)
     if loaded is UNKNOWN:
@@ -230,7 +231,8 @@ def _lacking(target: Signature, ours: Signature, method: bool) -> str | None:
     theirs, mine = list(target.parameters.values()), list(ours.parameters.values())
     kinds = {parameter.kind for parameter in mine}
     positional = [parameter for parameter in mine if parameter.kind in POSITIONAL]
-    used: set[str] = set()  # the replacement's parameters that take a parameter of the target
+    # The replacement's parameters that take a parameter of the target.
+    used: set[str] = set()
     for index, parameter in enumerate(p for p in theirs if p.kind in POSITIONAL):
         match = positional[index] if index < len(positional) else None
         never_named = (method and index == 0) or parameter.kind is Parameter.POSITIONAL_ONLY

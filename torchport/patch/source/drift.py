@@ -60,9 +60,7 @@ def _with_versions(row: LockRow, entry: Entry, revision: Callable[[Path], git.Re
 
 
 def _by_module(keys: dict[str, str]) -> dict[str, str]:
-    """Returns hashes as the lock file has them: `{"up:f": "0c41d2aa", "up:g": "77aa01b2"}` -> `{"up": "f:0c41d2aa
-    g:77aa01b2"}`.
-    """
+    """Returns hashes as a lock file has them: `{"up:f": "0c41", "up:g": "77aa"}` -> `{"up": "f:0c41 g:77aa"}`."""
     result: dict[str, str] = {}
     for name, key in sorted(keys.items()):
         module, _, path = name.partition(":")
@@ -71,9 +69,7 @@ def _by_module(keys: dict[str, str]) -> dict[str, str]:
 
 
 def _hashes(row: LockRow) -> dict[str, str]:
-    """Returns the hashes of the definitions that a lock row relies on: `{"up": "f:0c41d2aa g:77aa01b2"}` ->
-    `{"up:f": "0c41d2aa", "up:g": "77aa01b2"}`.
-    """
+    """Returns the hashes that a row relies on: `{"up": "f:0c41 g:77aa"}` -> `{"up:f": "0c41", "up:g": "77aa"}`."""
     parts = ((module, part.rpartition(":")) for module, text in row.relies_on.items() for part in text.split())
     return {f"{module}:{path}": short_hash for module, (path, _, short_hash) in parts}
 
@@ -231,7 +227,8 @@ def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
     current: dict[str, LockRow] = {}
     after: dict[str, Locked] = {}
     changed: list[str] = []
-    revision = functools.cache(git.revision)  # git reads a whole package for it
+    # For a revision git reads a whole package.
+    revision = functools.cache(git.revision)
     for entry in entries:
         fresh = current_row(entry)
         if fresh is None:
@@ -256,9 +253,7 @@ def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
 
 
 def _rows(old: Sequence[LockRow], fresh: LockRow) -> list[LockRow]:
-    """Returns a target's rows with a row for its source now: in place of the old row of the same source, or at the end.
-    Old rows that this one supersedes are left out.
-    """
+    """Returns the rows with the fresh one in place of its equal, or at the end, and without rows that it supersedes."""
     same = next((row for row in old if _same(row, fresh)), None)
     if same is not None and not _says_more(fresh, same):
         fresh = fresh.model_copy(update={"versions": same.versions, "commit": same.commit, "dirty": same.dirty})
@@ -340,7 +335,8 @@ class HashedPart:
         if isinstance(self.last, ast.stmt) and getattr(self.last, "body", None):  # of an `if` or `for`, the head alone
             line, column = self.last.body[0].lineno, self.last.body[0].col_offset  # type: ignore[attr-defined]
         rows = text.encode().split(b"\n")[self.first.lineno - 1 : line]
-        rows[-1] = rows[-1][:column]  # first, as it may be the row that is cut next
+        # The last row first: it may be the only row.
+        rows[-1] = rows[-1][:column]
         rows[0] = rows[0][self.first.col_offset :]
         words = self.mark + " ".join(b"\n".join(rows).decode(errors="replace").split())
         return words if len(words) <= 160 else f"{words[:157]}..."

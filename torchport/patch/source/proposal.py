@@ -309,5 +309,6 @@ def _yaml_lines(key: str, value: Any) -> list[str]:
         return [f"{key}: |", *(f"  {line}" for line in value.splitlines())]
     flow = isinstance(value, dict | list)
     text = yaml.safe_dump(value, default_flow_style=flow, sort_keys=False, width=10_000, allow_unicode=True)
-    text = text.removesuffix("...\n")  # PyYAML ends a document that is a bare scalar with this mark
+    # PyYAML ends a document that is a bare scalar with this mark.
+    text = text.removesuffix("...\n")
     return [f"{key}: {text.strip()}"]
