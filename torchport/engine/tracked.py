@@ -583,7 +583,8 @@ class Dispatch:
         """
         start = self.shadow(tensor).storage_offset() if offset is None else offset
         if offset is not None:
-            _offset(tensor)  # raises if the tensor's own offset is not known
+            # Raises if the tensor's own offset is not known.
+            _offset(tensor)
         while (whole := tensor.__dict__.get("_whole")) is not None:
             tensor = whole
         if not is_known(tensor) and layout(self.shadow(tensor)) != (0, [*range(tensor.ndim)]):

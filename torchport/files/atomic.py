@@ -170,7 +170,8 @@ def _new_scratch() -> tuple[Path, int]:
             handle = os.open(folder, os.O_RDONLY)
             try:
                 _flock(handle)
-                folder.stat()  # raises if it was removed before the lock
+                # Raises if the folder was removed before the lock.
+                folder.stat()
             except OSError:
                 os.close(handle)
                 raise

@@ -93,7 +93,8 @@ def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) ->
     if entry.kind == "replace" and is_dispatching:  # only the default implementation changes, in the same dispatcher
         default = slot.raw.registry[object]
         slot = Slot(slot.raw, slot.name, default, in_holder=True, path=slot.path, is_default=True)
-        has_holders = False  # whoever holds the dispatcher keeps it
+        # Whoever holds the dispatcher keeps it.
+        has_holders = False
     placed = _substitution(entry, slot, loaded, calls)
     placed.has_holders = has_holders
     try:
