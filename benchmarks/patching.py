@@ -23,7 +23,7 @@ from pathlib import Path
 
 from torchport import patch
 from torchport.patch.live import holders
-from torchport.patch.live.counted import Calls, proxy, wrapping
+from torchport.patch.live.counted import Calls, Wrapped, counting, proxy
 
 _TAIL = """\
   why: A benchmark.
@@ -166,7 +166,7 @@ def _proxied() -> types.FunctionType:
         b = a
         return b  # noqa: RET504 - the same
 
-    call, _ = wrapping(lambda original, a: original(a), function, Calls())
+    call, _ = counting(Wrapped(lambda original, a: original(a), function), Calls(), function)
     return proxy(function, call, None)  # type: ignore[return-value]
 
 

@@ -44,8 +44,11 @@ class Commands(terminal.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Imports the command that a command line names; returns its name, the command, and the rest of the line."""
-        name, known, rest = super().resolve_command(ctx, args)
-        return name, known and importlib.import_module(f"torchport.commands.{name}").command, rest
+        name, command, rest = super().resolve_command(ctx, args)
+        # It is None where a shell completes a name that is no command.
+        if command is not None:
+            command = importlib.import_module(f"torchport.commands.{name}").command
+        return name, command, rest
 
 
 @click.group(

@@ -100,7 +100,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def closest(name: str, names: Iterable[str]) -> str:
     """Returns the name that a misspelt `name` was probably meant to be; "" if none of `names` is close."""
-    return "".join(difflib.get_close_matches(name, list(names), n=1, cutoff=0.6))
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)), "")
 
 
 class ConfigError(TorchportError, id="TP100"):

@@ -50,7 +50,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows the seconds of a task of unknown length, for the length of a `with`; an outer bar of this kind pauses."""
+    """Shows the seconds of a task of unknown length while the context lasts. An outer bar of this kind pauses."""
     from tqdm import tqdm
 
     if not (log.isEnabledFor(logging.INFO) and sys.stderr.isatty()):
@@ -82,8 +82,8 @@ def table(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """Returns rows of cells as lines in columns. The first `left` columns are flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = "<" * left + ">" * (len(widths) - left)
-    line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-    return [line.format(*row).rstrip() for row in rows]
+    template = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))  # "{:<9}  {:>4}"
+    return [template.format(*row).rstrip() for row in rows]
 
 
 def size_text(size: int) -> str:

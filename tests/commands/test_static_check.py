@@ -356,7 +356,8 @@ def test_patches_of_one_stage_that_change_one_target_are_a_finding(cards):
     cards.world.yaml("id: up.e\n  target: up.m:f\n  replace: p.py:new", "q.yaml")
     cards.replace("decode: [up/p]", "decode: [up/p, up/q]")
     (told,) = cards.told()
-    assert told.startswith("patches/up/q.yaml:1: TP202 'up.e' claims up.m:f, and 'up.f' at patches/up/p.yaml:1 up.m:f.")
+    fact = "'up.e' claims up.m:f, and 'up.f' at patches/up/p.yaml:1 claims up.m:f."
+    assert told.startswith(f"patches/up/q.yaml:1: TP202 {fact}")
 
 
 def test_every_config_is_read_and_some_card_must_be_able_to_do_it(cards):

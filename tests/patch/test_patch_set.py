@@ -142,13 +142,14 @@ def test_two_patches_on_one_target_conflict(world):
     with pytest.raises(ConflictError) as caught:
         patch.applied(_two(world, targets=("up.m:f", "up.m:f"))).__enter__()
     assert str(caught.value) == (
-        "patches/up/p.yaml:9: 'up.two' claims up.m:f, and 'up.one' at patches/up/p.yaml:1 up.m:f. Keep one of the two."
+        "patches/up/p.yaml:9: 'up.two' claims up.m:f, and 'up.one' at patches/up/p.yaml:1 claims up.m:f."
+        " Keep one of the two."
     )
 
 
 def test_a_target_and_what_contains_it_conflict(world):
     world.python("class New: pass\ndef method(self): pass\n")
-    with pytest.raises(ConflictError, match=r"'up.two' claims up.m:C.f, and 'up.one' at .* up.m:C"):
+    with pytest.raises(ConflictError, match=r"'up.two' claims up.m:C.f, and 'up.one' at .* claims up.m:C"):
         patch.applied(_two(world, "replace: p.py:New", "replace: p.py:method", ("up.m:C", "up.m:C.f"))).__enter__()
 
 
@@ -234,7 +235,7 @@ def test_a_patch_that_must_be_called_in_its_stage_and_is_not_fails_it(world):
             ledger.check_called()
         assert str(caught.value) == (
             "patches/up/p.yaml:1: 'up.one' was not called in denoise (it is applied). "
-            "Find what is called instead of up.m:f, or take it out of 'must_be_called'."
+            "Find what is called instead of up.m:f, or remove the stage from 'must_be_called'."
         )
         up.m.f(1)
         ledger.check_called()

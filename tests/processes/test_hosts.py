@@ -339,11 +339,11 @@ def test_the_flags_name_a_cluster_or_are_refused():
     )
     assert refusal(False, "a:1", None, None) == (
         "--coordinator: It is given without --processes and --process. "
-        "Give all three, or --distributed alone where JAX knows them."
+        "Give all three, or --distributed alone on a cluster that JAX knows."
     )
     for address in ("a", "a:", ":1", "a:0", "a:65536", "a:b"):
         assert refusal(False, address, 2, 0) == (
-            f"--coordinator {address}: It is no host and port. Name the first process's, such as 10.0.0.1:8476."
+            f"--coordinator {address}: It is no host and port. Name those of the first process, such as 10.0.0.1:8476."
         )
     assert refusal(False, "a:1", 2, 2) == "--process 2: There are 2 processes. It must be 0 to 1."
 

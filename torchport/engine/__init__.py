@@ -43,7 +43,7 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def call_kernel(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a JAX function that has only 32-bit types, as `call_jax`; wider arguments become 32-bit."""
+    """Calls, as `call_jax` does, a JAX function that has only 32-bit types. Wider arguments become 32-bit."""
     import jax
 
     def in_32_bits(value: Any) -> Any:
@@ -98,9 +98,7 @@ def array(tensor: Any) -> Any:
 
 
 def missing_operator(error: BaseException) -> str | None:
-    """Returns the operator that torchax cannot lower, as `torch.ops.aten:name.overload`, or "" where the error does not
-    name it; None for any other error.
-    """
+    """Returns the operator that has no lowering, `torch.ops.aten:name.overload`; "" without a name; else None."""
     module = sys.modules.get("torchax.tensor")
     if module is None or not isinstance(error, module.OperatorNotFound):
         return None
@@ -137,11 +135,8 @@ _NO_VALUE = re.compile(r"\b[Mm]eta tensors?\b|Meta Tensors|Meta tensors|meta dev
 
 @contextlib.contextmanager
 def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
-    """Registers lowerings of torch functions and ATen overloads in torchax while the context lasts.
-
-    Args:
-        replacements: The function by target, `torch.nn.functional:scaled_dot_product_attention` or
-            `torch.ops.aten:add.Tensor`.
+    """Registers lowerings of torch functions and ATen overloads in torchax while the context lasts. They are given by
+    target: `torch.nn.functional:scaled_dot_product_attention`, `torch.ops.aten:add.Tensor`.
     """
     if not replacements:
         yield

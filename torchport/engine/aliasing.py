@@ -30,10 +30,10 @@ class Storage:
     def __init__(self, value: Any) -> None:
         self.value = value
         self.whose = ""  # if the network must not write to it, a word for it: `an argument of the network`
-        self.is_callers = False  # then its offset in the caller's memory is not known
+        self.is_callers = False  # whether the network's caller made it: then its offset is not known
         self.written = False
         self.stale: str | Exception = ""  # why its value is not what PyTorch would have
-        self.layout: Any = None  # of its first tensor; see `layout`
+        self.layout: Any = None  # the result of `layout` for its first tensor
         self.tensors: list[tuple[weakref.ref[Any], tuple[View, ...]]] = []
 
     def add(self, tensor: Any, path: tuple[View, ...]) -> None:
@@ -41,15 +41,13 @@ class Storage:
         self.tensors.append((weakref.ref(tensor), path))
 
     def write(self, path: tuple[View, ...], value: Any) -> None:
-        """Writes a value to the part of the memory to which a path of views leads, back through each view's base. Its
-        caller gives the tensors of the memory their new values.
-        """
+        """Writes a value to the part of the memory where a path of views leads; the caller updates its tensors."""
         self.written = True
         # The value of the base of each view.
         bases = [self.value]
         for view in path[:-1]:
             bases.append(view.forward(bases[-1]))
-        for view, base in zip(reversed(path), reversed(bases), strict=bool(path)):
+        for view, base in zip(reversed(path), reversed(bases), strict=bool(path)):  # an empty path needs no base
             value = view.backward(base, value)
         self.value = value
 
@@ -63,12 +61,7 @@ class Storage:
     def alive(self) -> list[tuple[Any, tuple[View, ...]]]:
         """Returns the tensors of this memory that something still refers to, each with its views."""
         self.tensors = [(ref, path) for ref, path in self.tensors if ref() is not None]
-        alive = []
-        for ref, path in self.tensors:
-            tensor = ref()
-            if tensor is not None:
-                alive.append((tensor, path))
-        return alive
+        return [(tensor, path) for ref, path in self.tensors if (tensor := ref()) is not None]
 
 
 class Section(NamedTuple):
@@ -147,15 +140,15 @@ _PARTS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", 
 
 
 def inverse(name: str, base: Any, args: Any, kwargs: dict[str, Any], item: int, shapes: Any, selected: Any) -> Any:
-    """Returns a function (the base's value, a view's new value) -> the base's new value. For `transpose` it transposes
-    the view's value. None if the view has an element of the base several times.
+    """Returns a function that takes the base's value and a view's new value, and returns the base's new value; for
+    `transpose` it transposes the view's value back. None if the view has an element of the base several times.
 
     Args:
         name: The name of the operator that makes the view, such as `slice`.
         base: The base, or its shadow.
-        args: The operator's arguments; the first is the base, but for operators without a short inverse.
+        args: The operator's arguments. For the operators that are named below the first is the base.
         item: The number of the view among the operator's outputs; `shapes` has the shapes of all of these.
-        selected: Returns the same view of a host tensor. A view without a short inverse is tried on numbered elements.
+        selected: Returns the same view of a host tensor. Other operators are tried with it on numbered elements.
     """
     import jax
     import jax.numpy as jnp

@@ -84,7 +84,8 @@ def state_of(form: Form) -> tuple[str, str]:
         return "unknown", "the operator was never sampled"
     rows = [row for row in samples.rows if row.options <= form.options]
     rows = [row for row in rows if not row.dtypes or not row.dtypes.isdisjoint(form.dtypes)]
-    for row in sorted(rows, key=lambda row: row.patch != ""):  # a difference without a patch counts first
+    if rows:
+        row = min(rows, key=lambda row: row.patch != "")  # a difference without a patch counts first
         return ("mended", row.patch) if row.patch else ("differs", row.what)
     missing = sorted(form.dtypes - samples.dtypes) + sorted(form.options - samples.options)
     return ("unknown", f"never sampled: {', '.join(missing)}") if missing else ("same", "")
@@ -159,9 +160,10 @@ def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
         value = kwargs[parameter.name] if is_named else args[position]
         if parameter.required and not parameter.by_name and is_named:
             yield f"{parameter.name} by keyword"
+        is_option = _is_word(value) if parameter.required else not _is_default(value, parameter.default)
         if parameter.nullable and value is not None:
             yield parameter.name
-        elif _is_word(value) if parameter.required else not _is_default(value, parameter.default):
+        elif is_option:
             yield _option(parameter.name, value)
     for argument, value in zip(func._schema.arguments if hasattr(func, "_schema") else (), args, strict=False):
         if isinstance(value, bool | int | float | complex) and re.match("Tensor|number", str(argument.type)):
@@ -183,12 +185,11 @@ def _option(name: str, value: Any) -> str:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Returns whether an argument has its default value."""
     # A single number counts for each dim.
     if isinstance(default, list | tuple):
         return list(value) == list(default) if isinstance(value, list | tuple) else {value} == set(default)
     if isinstance(value, bool | str) or value is None:
-        return value is default or (type(value) is type(default) and value == default)
+        return value is default or (type(value) is type(default) and value == default)  # True is not 1
     return isinstance(value, int | float) and isinstance(default, int | float) and value == default
 
 
@@ -198,21 +199,21 @@ class _Parameter(NamedTuple):
     name: str
     required: bool
     by_name: bool  #: Whether it can be passed by name alone.
-    nullable: bool  #: Whether it is a tensor that may be None: that it is given counts as an option.
     default: Any
+    nullable: bool = False  #: Whether it is a tensor that may be None: that it is given counts as an option.
 
 
 @functools.cache
-def _parameters(func: Any, places: int, names: frozenset[str]) -> list[_Parameter] | None:
-    """Returns the parameters of an operator; None if they are not known. The overload is chosen by `places`, the number
-    of arguments passed by position, and `names`, those passed by name.
+def _parameters(func: Any, places: int = 0, names: frozenset[str] = frozenset()) -> list[_Parameter] | None:
+    """Returns the parameters of an operator; None if they are not known. The overload of a builtin is chosen by
+    `places`, the number of arguments passed by position, and `names`, those passed by name.
     """
     if hasattr(func, "_schema"):
         declared = []
         for argument in func._schema.arguments:
             required = not argument.has_default_value()
             nullable = required and str(argument.type) == "Optional[Tensor]"
-            declared.append(_Parameter(argument.name, required, argument.kwarg_only, nullable, argument.default_value))
+            declared.append(_Parameter(argument.name, required, argument.kwarg_only, argument.default_value, nullable))
         return declared
     try:
         parameters = list(inspect.signature(func).parameters.values())
@@ -220,18 +221,16 @@ def _parameters(func: Any, places: int, names: frozenset[str]) -> list[_Paramete
         return _parameters_of_builtin(func, places, names)
     if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
         return _parameters_of_builtin(func, places, names)
-    return [_Parameter(p.name, p.default is p.empty, p.kind is p.KEYWORD_ONLY, False, p.default) for p in parameters]
+    return [_Parameter(p.name, p.default is p.empty, p.kind is p.KEYWORD_ONLY, p.default) for p in parameters]
 
 
 def _parameters_of_builtin(func: Any, places: int, names: frozenset[str]) -> list[_Parameter] | None:
-    """Returns the parameters of the first ATen overload with a builtin's name that takes `places` arguments by position
-    and `names` by name; None if there is none.
-    """
+    """Returns the parameters of a builtin's first ATen overload that takes these arguments; None if there is none."""
     import torch
 
     packet = getattr(torch.ops.aten, func.__name__, None)
     for overload in packet.overloads() if packet is not None else ():
-        parameters = _parameters(getattr(packet, overload), 0, frozenset()) or []
+        parameters = _parameters(getattr(packet, overload)) or []
         left = parameters[places:]
         required = {parameter.name for parameter in left if parameter.required}
         if places <= len(parameters) and required <= names <= {parameter.name for parameter in left} | PLACES:
@@ -303,7 +302,8 @@ class Operators:
         name, _, overload = form.operator.rpartition(".")
         if state == "unknown" and name.endswith("_"):  # torchax computes `add_` by `add`
             other = state_of(dataclasses.replace(form, operator=f"{name.rstrip('_')}.{overload}"))
-            state, what = (state, what) if other[0] == "unknown" else other
+            if other[0] != "unknown":
+                state, what = other
         stops = state == "differs" and _STOPS.match(what) is not None
         # The lowering raises an exception, which says more than ours.
         if stops:

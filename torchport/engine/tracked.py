@@ -128,7 +128,7 @@ def _numpy(tensor: Any) -> Any:
 def _offset(tensor: Any) -> int:
     """Returns where a tensor begins in its memory; refuses arguments, whose offset may differ from call to call."""
     if tensor._env.dispatch._memory(tensor).is_callers:
-        raise DiffersError("Tensor.storage_offset", "may say something else of its caller's tensor in the next call")
+        raise DiffersError("Tensor.storage_offset", "may have another result for the tensor of the next call")
     return int(tensor._shadow.storage_offset())
 
 
@@ -189,7 +189,7 @@ class Dispatch:
         """Calls an operator: in PyTorch on the host if it depends on no input of the network, else by its lowering."""
         kwargs = kwargs or {}
         traced = self._traced((args, kwargs))
-        makes = self._makes(function, args, kwargs)
+        makes = self._makes(function, args, kwargs)  # whether it makes a tensor of numbers alone
         if not traced and not makes:
             return self._call_untraced(function, types, args, kwargs)
         if function in _INDEXING:
@@ -201,9 +201,12 @@ class Dispatch:
             # A traced tensor is on meta for PyTorch. So `to("jax")` of it has to return the tensor itself.
             args, kwargs = pytree.tree_map(lambda leaf: _META if _is_engine_device(leaf) else leaf, (args, kwargs))
             return function(*args, **kwargs)
-        if isinstance(function, torch._ops.OpOverload):
-            return self._call_aten(function, types, args, kwargs, traced)
-        if not makes and self._is_decomposed(function, kwargs):
+        if isinstance(function, torch._ops.OpOverload):  # an operator of aten, which has arrived below autograd
+            if function is torch.ops.aten.as_strided.default:
+                args, kwargs = self._as_strided_of_memory(*args, **kwargs), {}
+            if torch.Tag.inplace_view in function.tags:
+                return self._call_inplace_view(function, types, args, kwargs)
+        elif not makes and self._is_decomposed(function, kwargs):
             raise self.not_found(f"{_name(function)} is made of operators")  # then PyTorch decomposes it
         return self._call_lowered(function, types, args, kwargs, traced)
 
@@ -214,14 +217,15 @@ class Dispatch:
         except self.not_found:
             if not isinstance(function, torch._ops.OpOverload):
                 raise
-            # A host tensor, as no device is named.
+            # It makes a host tensor, as no device is named.
             with _plain():
                 return function(*args, **kwargs)
         if not isinstance(output, self.type):
             return output
         # A host tensor that is moved to the devices keeps its values known.
         answer = self._ask_pytorch(function, args, kwargs, "cpu")
-        return self.tensor(None, answer) if isinstance(answer, torch.Tensor) and not answer.is_meta else output
+        is_host = isinstance(answer, torch.Tensor) and not answer.is_meta
+        return self.tensor(value=None, shadow=answer) if is_host else output
 
     def _is_decomposed(self, function: Any, kwargs: Any) -> bool:
         """Returns whether a function is left to PyTorch, which decomposes it into operators of aten."""
@@ -229,14 +233,6 @@ class Dispatch:
             return True
         # torchax's lowering may take `out`, and not write to it.
         return function in _DECOMPOSED or kwargs.get("out") is not None
-
-    def _call_aten(self, function: Any, types: Any, args: Any, kwargs: Any, traced: list[Any]) -> Any:
-        """Calls an operator of aten, which has arrived below autograd."""
-        if function is torch.ops.aten.as_strided.default:
-            args, kwargs = self._as_strided_of_memory(*args, **kwargs), {}
-        if torch.Tag.inplace_view in function.tags:
-            return self._call_inplace_view(function, types, args, kwargs)
-        return self._call_lowered(function, types, args, kwargs, traced)
 
     def _call_lowered(self, function: Any, types: Any, args: Any, kwargs: Any, traced: list[Any]) -> Any:
         """Calls an operator that PyTorch has not decomposed: on the host if its values are known, or on the devices."""
@@ -324,7 +320,7 @@ class Dispatch:
             if isinstance(leaf, self.type):
                 leaf = leaf._shadow
             if isinstance(leaf, torch.Tensor) and device == "cpu" and leaf.is_meta:
-                return torch.zeros(leaf.shape, dtype=leaf.dtype)
+                return torch.zeros(leaf.shape, dtype=leaf.dtype)  # only its dtype matters: see `_check_dtypes`
             if isinstance(leaf, torch.Tensor):
                 return leaf.to("meta") if device == "meta" and not leaf.is_meta else leaf
             return device if _is_engine_device(leaf) else leaf
@@ -336,8 +332,8 @@ class Dispatch:
             try:
                 return function(*args, **kwargs)
             except _REFUSALS as error:
-                # A refusal of PyTorch's is raised, as upstream may catch it. These do not count: of an operator that a
-                # lowering of torchax's calls, of one that needs values, and of `_grouped_mm`, which meta has for CUDA.
+                # Upstream may catch PyTorch's refusal, so it is raised: unless a lowering of torchax makes the call, or
+                # meta alone refuses, which has no values, and has `_grouped_mm` as on CUDA.
                 needs_values = isinstance(error, NotImplementedError | AssertionError) or "meta" in str(error).lower()
                 if device == "cpu" or not (self.lowering or needs_values or _name(function) == "_grouped_mm"):
                     raise
@@ -359,7 +355,7 @@ class Dispatch:
             if id(leaf) in shadows:
                 outputs[item] = shadows[id(leaf)]
                 continue
-            tensor = outputs[item] = self.tensor(None, leaf)
+            tensor = outputs[item] = self.tensor(value=None, shadow=leaf)
             self._note_view(tensor, function, args, kwargs, item, shapes)
         return pytree.tree_unflatten(outputs, tree)
 
@@ -385,8 +381,9 @@ class Dispatch:
         if not written:
             args, kwargs = self._in_computing_dtype(function, answer, args, kwargs)
         before = {id(tensor): tensor._elem for tensor in traced}
-        properties, self.lowering = self.environment.param, self.lowering + 1
+        properties = self.environment.param
         key = properties.prng
+        self.lowering += 1
         try:
             # The operators that a lowering calls were compared with PyTorch's as parts of it.
             with watching(None):
@@ -397,14 +394,18 @@ class Dispatch:
             properties.prng = key
             how = "draws numbers while the network is traced, the same for every call"
             raise DiffersError(operator_name(function), how, "Draw them outside of it, and pass them as an input")
-        # A write gives all tensors of its memory new values.
+        # Listed before the first write, which gives all tensors of its memory new values.
         for tensor, value in [(each, each._elem) for each in traced if each._elem is not before[id(each)]]:
             self._write(function, tensor, value)
         for tensor in written if _name(function) != "copy_" else ():  # `copy_` may get the array that is there already
             if tensor._elem is before[id(tensor)]:
                 raise DiffersError(operator_name(function), "does not write to its argument, as PyTorch's does")
-        if answer is _UNKNOWN:
-            return output
+        return output if answer is _UNKNOWN else self._as_in_pytorch(function, output, answer, traced, args, kwargs)
+
+    def _as_in_pytorch(self, function: Any, output: Any, answer: Any, traced: Any, args: Any, kwargs: Any) -> Any:
+        """Returns an operator's output with the dtypes, strides and memory of `answer`, PyTorch's output for the
+        shadows of `traced`. `args` may have casts of these tensors.
+        """
         leaves, tree = pytree.tree_flatten(output)
         expected = pytree.tree_leaves(answer)
         if len(leaves) != len(expected):
@@ -429,10 +430,11 @@ class Dispatch:
         Integers become floats if the result is a float. Floats of 16 bits become float32 if the operator has several
         steps of arithmetic: PyTorch rounds only the last one's result.
         """
-        dtypes, target = {tensor.dtype for tensor in self._traced((args, kwargs))}, torch.float32
+        dtypes = {tensor.dtype for tensor in self._traced((args, kwargs))}
+        target = torch.float32
         is_pointwise = isinstance(answer, torch.Tensor) and _is_pointwise(function)
-        is_whole = not any(d.is_floating_point or d.is_complex for d in dtypes)
-        if is_pointwise and is_whole and answer.is_floating_point():
+        has_floats = any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+        if is_pointwise and not has_floats and answer.is_floating_point():
             target = answer.dtype
         else:
             name = _name(function)
@@ -457,11 +459,11 @@ class Dispatch:
         """
         if _name(function) not in ("_to_copy", "copy_") or kwargs.get("dtype", args[0].dtype) not in _NARROW:
             return args
-        number = int(_name(function) == "copy_")
+        position = int(_name(function) == "copy_")  # `copy_(target, source)`, but `_to_copy(source)`
         with _plain():
-            source, shadow = args[number], args[number]._shadow
+            source, shadow = args[position], args[position]._shadow
             whole = self._with_shadow(function, source, shadow.long()) if shadow.is_floating_point() else source
-        return *args[:number], whole, *args[number + 1 :]
+        return *args[:position], whole, *args[position + 1 :]
 
     def _check_dtypes(self, function: Any, args: Any, kwargs: Any) -> None:
         """Calls an operator on the host with zeros, and raises PyTorch's error if the dtypes are not supported."""
@@ -503,11 +505,11 @@ class Dispatch:
         whose = memory.whose or ("a tensor that others share" if len(memory.alive()) > 1 else "")
         if whose:
             raise DiffersError(operator_name(function), f"resizes {whose}")
-        size = value.shape, value.stride()
+        shape, strides = value.shape, value.stride()
         device = self.shadow(value).device
         with _plain():
-            tensor.resize_(size[0]).as_strided_(*size)
-            tensor._shadow = torch.empty_strided(*size, dtype=tensor.dtype, device=device)
+            tensor.resize_(shape).as_strided_(shape, strides)
+            tensor._shadow = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
         tensor._array = None if is_known(tensor) else value._elem
         del tensor._memory
 
@@ -527,7 +529,8 @@ class Dispatch:
 
     def with_values(self, tensor: Any) -> Any:
         """Returns a host tensor as a traced tensor with known values; traced tensors and those on meta as they are."""
-        return tensor if isinstance(tensor, self.type) or tensor.is_meta else self.tensor(None, tensor)
+        is_host = not isinstance(tensor, self.type) and not tensor.is_meta
+        return self.tensor(value=None, shadow=tensor) if is_host else tensor
 
     def _with_shadow(self, function: Any, result: Any, shadow: torch.Tensor) -> Any:
         """Returns a lowering's result with PyTorch's dtype and strides; refuses another shape than PyTorch's."""
@@ -542,7 +545,7 @@ class Dispatch:
         return self.tensor(value, shadow)
 
     def tensor(self, value: Any, shadow: torch.Tensor) -> Any:
-        """Returns a traced tensor with a value and a shadow."""
+        """Returns a traced tensor with a value and a shadow. Beside a host shadow the value is None: see `_value`."""
         with _plain(), torch.inference_mode(False):
             tensor = torch.Tensor._make_wrapper_subclass(
                 self.type, shadow.shape, shadow.stride(), shadow.storage_offset(), dtype=shadow.dtype, device=_META
@@ -563,15 +566,15 @@ class Dispatch:
         return memory
 
     def span(self, tensors: Sequence[Any]) -> Any:
-        """Returns a tensor of one dim: the part of their memory that has all of some tensors in it."""
+        """Returns a tensor of one dim: the smallest part of their memory in which all these tensors lie."""
         memory = self._memory(tensors[0])
         start, order = memory.layout
-        value = memory.value.transpose(order).ravel()
+        value = memory.value.transpose(order).ravel()  # the storage from its element `start` on
         with _plain():
             shadow = torch.empty(start + value.size, dtype=_empty(value).dtype, device="meta")
             ends = [extent(tensor._shadow) for tensor in tensors]
             first = min(start for start, _ in ends) // shadow.itemsize
-            last = -(-max(end for _, end in ends) // shadow.itemsize)
+            last = -(-max(end for _, end in ends) // shadow.itemsize)  # rounded up
             return self.tensor(value[first - start : last - start], shadow[first:last])
 
     def _as_strided_of_memory(self, tensor: Any, size: Any, strides: Any, offset: int | None = None) -> tuple[Any, ...]:
@@ -580,11 +583,12 @@ class Dispatch:
         """
         start = self.shadow(tensor).storage_offset() if offset is None else offset
         if offset is not None:
+            # Raises if the tensor's own offset is not known.
             _offset(tensor)
         while (whole := tensor.__dict__.get("_whole")) is not None:
             tensor = whole
         if not is_known(tensor) and layout(self.shadow(tensor)) != (0, [*range(tensor.ndim)]):
-            raise DiffersError("aten.as_strided.default", "counts the elements of a tensor with strides of its own")
+            raise DiffersError("aten.as_strided.default", "counts elements in memory that is not contiguous")
         return tensor, size, strides, start
 
     def _note_view(self, tensor: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> None:
@@ -662,9 +666,7 @@ class Dispatch:
                 sharing._array = memory.read(path)
 
     def _forget(self, tensor: Any) -> None:
-        """Makes the values of all tensors of a memory unknown to the host, before the devices write there: they get
-        shadows on meta, and arrays of their values so far.
-        """
+        """Gives all tensors of a memory shadows on meta, before the devices write there: the host loses the values."""
         memory = self._memory(tensor)
         with _plain():
             count = tensor._shadow.untyped_storage().nbytes() // tensor._shadow.itemsize
@@ -777,11 +779,12 @@ def views(tensors: list[Any], bases: Mapping[tuple[str, Any], Any]) -> dict[int,
         if memory in inputs:
             (kind, whole), base = inputs[memory], bases[inputs[memory]]
         elif len(numbers) > 1:
-            kind, whole = "output", _container([tensors[number] for number in numbers])
-            whole = numbers[whole] if whole < len(numbers) else len(tensors)
+            sharing = [tensors[number] for number in numbers]
+            index = _container(sharing)
+            kind, whole = "output", numbers[index] if index < len(numbers) else len(tensors)
             # No output has all the others in it.
             if whole == len(tensors):
-                tensors.append(tensors[numbers[0]]._env.dispatch.span([tensors[number] for number in numbers]))
+                tensors.append(sharing[0]._env.dispatch.span(sharing))
             base = tensors[whole]
         else:
             continue
@@ -828,10 +831,8 @@ def with_strides(tensor: Any, strides: Sequence[int]) -> Any:
 
 
 def freeze(tree: Any, whose: str) -> None:
-    """Makes the engine refuse writes to tensors of a tree: the caller of the network would not see them.
-
-    Args:
-        whose: Words for the tensors, such as `an argument of the network`. Empty: writes are allowed again.
+    """Makes the engine refuse writes to tensors of a tree: the caller of the network would not see them. `whose` are
+    words for the tensors, such as `an argument of the network`. If it is empty, writes are allowed again.
     """
     from torchax import default_env
 
@@ -885,8 +886,8 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
     written: list[Any] = []
     for argument in function._schema.arguments:
         # By its schema a normalization always writes to its running statistics. It does so only in training.
-        is_kept = argument.name.startswith("running_") and not given.get("training")
-        if argument.alias_info is not None and argument.alias_info.is_write and not is_kept:
+        is_only_read = argument.name.startswith("running_") and not given.get("training")
+        if argument.alias_info is not None and argument.alias_info.is_write and not is_only_read:
             written.append(given.get(argument.name))
     return written
 

@@ -41,8 +41,8 @@ def writing(file: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
-        # mkstemp makes files that only their owner may read; artefacts are shared. The umask can be read by setting
-        # only.
+        # mkstemp makes files that only their owner may read; artefacts are shared.
+        # The umask can only be read by setting it.
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
@@ -147,9 +147,7 @@ def _flock(handle: int) -> bool:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """Yields an empty folder for temporary files, removes the folder at the end, and before that those of dead
-    processes.
-    """
+    """Yields an empty folder for temporary files, and removes it at the end; first removes those of dead processes."""
     remove_abandoned()
     try:
         folder, handle = _new_scratch()
@@ -167,11 +165,12 @@ def _new_scratch() -> tuple[Path, int]:
     """Returns a new folder for temporary files, and the open handle that has its lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=SCRATCH))
-        # Before the lock, another process may take the folder for abandoned and remove it.
+        # Until it is locked, another process may take the folder for abandoned and remove it: then we make another.
         with contextlib.suppress(FileNotFoundError, BlockingIOError):
             handle = os.open(folder, os.O_RDONLY)
             try:
                 _flock(handle)
+                # Raises if the folder was removed before the lock.
                 folder.stat()
             except OSError:
                 os.close(handle)

@@ -62,11 +62,11 @@ def make(path: Path) -> Path:
 
 def remove_leftovers(path: Path, pattern: str) -> None:
     """Removes folders in `path` that match a pattern and are older than `ABANDONED`: their writers have died."""
-    for folder in path.glob(pattern):
+    for leftover in path.glob(pattern):
         # Another run may remove it at the same time. A folder that cannot be removed does no harm.
         with contextlib.suppress(OSError):
-            if time.time() - folder.stat().st_mtime > ABANDONED:
-                shutil.rmtree(folder, ignore_errors=True)
+            if time.time() - leftover.stat().st_mtime > ABANDONED:
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def check_trusted(path: Path) -> None:
@@ -77,7 +77,7 @@ def check_trusted(path: Path) -> None:
             A folder or link above it may belong to the superuser. The user's own private group may write there, and
             anybody may if the sticky bit is set (`/tmp`).
     """
-    for part in {**dict.fromkeys(_ancestors(path)), **dict.fromkeys(_ancestors(path.resolve()))}:
+    for part in dict.fromkeys([*_ancestors(path), *_ancestors(path.resolve())]):
         _check_above(part, part.lstat())
     _check_owner(path, path.stat())
     with os.scandir(path) as entries:
@@ -142,8 +142,8 @@ def cpu_kind() -> str:
     info = Path("/proc/cpuinfo")
     if info.is_file():
         fields = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-        lines = info.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
-        facts = [line for line in lines if line.partition(":")[0].strip() in fields]
+        first_processor = info.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+        facts = [line for line in first_processor.splitlines() if line.partition(":")[0].strip() in fields]
     else:
         facts = [platform.system(), platform.processor()]
     return f"{platform.machine()}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"

@@ -69,7 +69,7 @@ def text(path: Path) -> str:
 
 
 def check_writable(flag: str, file: Path) -> None:
-    """Refuses the file of a flag that cannot be written, before minutes or hours are spent on its content."""
+    """Refuses a file, named by a flag, that cannot be written: before minutes or hours are spent on its content."""
     if (file.exists() and not file.is_file()) or not file.absolute().parent.is_dir():
         fact = "It is no file, or lies in no folder"
         raise OutputError(f"{flag} {file}", fact, "Name a file in a folder that is there")

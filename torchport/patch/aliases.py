@@ -51,12 +51,11 @@ class _Audit:
 
 
 def repair(records: Sequence[Record]) -> list[Rebinding]:
-    """Puts replacements in place of the originals in all holders of these, and returns each exchange, in order. Raises
-    AliasError, or TooLateError, for an original that a holder keeps.
-    """
+    """Exchanges originals in all their holders, and returns the exchanges; or raises AliasError or TooLateError."""
     audits = [audit for record in records for audit in _audits_of(record)]
     _find_holders(audits)
-    # Modules stay. Any other holder may be garbage that nobody has collected yet, as a closure of an earlier call.
+    # A holder without a container is a name of a module, and stays. Any other holder may be garbage that nobody has
+    # collected yet, as a closure of an earlier call.
     has_other = any(h.place is None or h.container is not None for audit in audits for h in audit.holders)
     if has_other or any(audit.unknown for audit in audits):
         for audit in audits:
@@ -78,7 +77,7 @@ def _rebind(audit: _Audit) -> list[Rebinding]:
     """Puts the new object in place of the old one in every holder of an audit, and notes the holders in the record."""
     if audit.record is not None:
         notes = [f"rebound {holder.where}" for holder in audit.holders]
-        audit.record.detail = "; ".join([*filter(None, [audit.record.detail]), *notes])
+        audit.record.detail = "; ".join(filter(None, [audit.record.detail, *notes]))
     places = [holder.place for holder in audit.holders if holder.place is not None]
     for place in places:
         place.exchange(audit.old, audit.new)
@@ -89,7 +88,9 @@ def give_back(changes: Sequence[Placed]) -> None:
     """Puts originals back in place of replacements that other code took while these were in force. A local variable, a
     closure or a weak reference keeps the replacement, which from then on calls the original.
     """
-    audits = [audit for change in changes for audit in _audits_with_inner(None, change.value, change.slot.raw)]
+    audits: list[_Audit] = []
+    for change in changes:
+        audits += _audits_with_inner(record=None, old=change.value, new=change.slot.raw)
     # Three references are always there: of the change (or the descriptor), of the audit, and of the argument.
     shared = [audit for audit in audits if sys.getrefcount(audit.old) > 3]
     _find_holders(shared)
@@ -115,6 +116,7 @@ def _audits_of(record: Record) -> list[_Audit]:
     original, entry = function_in(change.slot.raw), record.entry
     home = getattr(original, "__module__", None)
     is_name_only = record.imported
+    # Without source an object of another module counts as imported.
     if is_name_only is None:
         is_name_only = len(entry.path) == 1 and home not in (None, entry.module)
     if isinstance(original, types.BuiltinFunctionType) and home is not None:
@@ -129,7 +131,7 @@ def _find_holders(audits: list[_Audit]) -> None:
     """
     if not audits:
         return
-    control = _Audit(None, lambda: None, None)
+    control = _Audit(record=None, old=lambda: None, new=None)
     objects = [audit.old for audit in (*audits, control)]
     counts = [sys.getrefcount(thing) for thing in objects]
     parts = parts_of_substitutes()
@@ -143,13 +145,14 @@ def _find_holders(audits: list[_Audit]) -> None:
     del objects[:]
     _, seen = referrers.holders(control.old)
     overhead = counts[-1] - seen
-    for audit, count in zip(audits, counts, strict=False):
+    for audit, count in zip(audits, counts, strict=False):  # the last count is the control's
         holders, seen = referrers.holders(audit.old)
         audit.unknown = 0 if isinstance(audit.old, type) else count - seen - overhead
         audit.holders = [*names[id(audit.old)], *holders, *weak_references(audit.old)]
 
 
 def _in_words(holder: Holder, entry: Entry) -> str:
+    """Returns a holder of an entry's original in words, with the line of its module where that is known."""
     line = line_of(holder.module, holder.name, entry.path[-1]) if holder.module else None
     where = holder.where
     name = None if holder.container is None else expression(holder.container)
@@ -169,7 +172,7 @@ def _refusal(record: Record, holder: str) -> PatchError:
     return TooLateError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
-_attributes = type.__dict__["__dict__"].__get__
+_attributes = type.__dict__["__dict__"].__get__  # as `vars` of a class, whatever its metaclass defines
 _HEIGHT = 5
 """How many levels of referrers are searched."""
 
@@ -185,16 +188,17 @@ def expression(thing: Any) -> str | None:
         above: list[tuple[Any, str]] = []
         seen.add(id(above))
         referrers = _referrers([item for item, _ in level])
+        # A `__dict__` is reached from the object or class that it belongs to.
         owners = _referrers([each for each in itertools.chain(*referrers.values()) if isinstance(each, dict)])
         for item, suffix in level:
             for referrer in referrers[id(item)]:
-                owned = owners.get(id(referrer), [])
-                name = _global_name(referrer, item, homes, owned)
+                dict_owners = owners.get(id(referrer), [])
+                name = _global_name(referrer, item, homes, dict_owners)
                 if name is not None:
                     return f"{name}{suffix}"
                 if id(referrer) not in seen and not isinstance(referrer, types.FrameType):
                     seen.add(id(referrer))
-                    above += [(owner, f"{access}{suffix}") for owner, access in _accesses(referrer, item, owned)]
+                    above += [(owner, f"{access}{suffix}") for owner, access in _accesses(referrer, item, dict_owners)]
         level = above
         # These lists refer to the objects of the next level, too.
         del referrers
@@ -268,7 +272,7 @@ def line_of(module: str, name: str | None, original: str) -> str | None:
     kinds: tuple[tuple[type[ast.stmt], ...], ...] = (imports, uses, (ast.FunctionDef, ast.ClassDef))
     for node in (node for kind in kinds for node in ast.walk(source.tree) if isinstance(node, kind)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = {name for alias in node.names for name in (alias.name, alias.asname)}
+            names = {word for alias in node.names for word in (alias.name, alias.asname)}
         else:
             names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
         if wanted & names:
@@ -286,13 +290,16 @@ def importer(module: str) -> str | None:
             # Only modules whose text has a match are parsed. In the same package the import may be relative.
             is_near = name.partition(".")[0] == module.partition(".")[0]
             source = _source_of_module(name, rf"{absolute}|\b{leaf}\b" if is_near else absolute)
-            for node in ast.walk(source.tree) if source else ():
-                if isinstance(node, (ast.Import, ast.ImportFrom)) and source and module in _imports(node, source):
+            if source is None:
+                continue
+            for node in ast.walk(source.tree):
+                if isinstance(node, (ast.Import, ast.ImportFrom)) and module in _imports(node, source):
                     return f"{source.shown}:{node.lineno}"
     return None
 
 
 def _local_variable(thing: Any) -> str | None:
+    """Returns in words the variable of a caller outside the patch engine that holds an object; None without one."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         if not str(frame.f_globals.get("__name__")).startswith("torchport.patch"):
             for name, value in frame.f_locals.items():
@@ -309,11 +316,13 @@ def _source_of_module(module: str, needle: str | None = None) -> SourceFile | No
     if not isinstance(file, str) or not file.endswith(".py"):
         return None
     try:
-        text = Path(file).read_text(encoding="utf-8", errors="replace") if needle or module == "__main__" else ""
+        # A search would not find `__main__`.
+        is_main = module == "__main__"
+        text = Path(file).read_text(encoding="utf-8", errors="replace") if needle or is_main else ""
         if needle is not None and not re.search(needle, text, re.MULTILINE):
             return None
-        source = SourceFile(module, file, text) if module == "__main__" else read_source(module)
-        return source if source is None or source.tree else None
+        source = SourceFile(module, file, text) if is_main else read_source(module)
+        return source if source is not None and source.tree else None  # the tree is made here, which may fail
     except (OSError, ImportError, UnreadableError):
         # An error message then has no line.
         return None

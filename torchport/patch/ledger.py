@@ -23,6 +23,9 @@ from torchport.patch.live import registry
 from torchport.patch.live.change import Change
 from torchport.patch.live.counted import Calls, counting
 
+NOT_NEEDED = "not needed"
+"""The outcome of a patch that the installed upstream does not need."""
+
 
 @dataclasses.dataclass(slots=True)
 class Record:
@@ -32,7 +35,7 @@ class Record:
     loaded: Any = None  #: The function or class that takes the target's place.
     calls: Calls = dataclasses.field(default_factory=Calls)
     change: Change | None = None
-    #: "not needed" or, after a run, the last state. None while it can still change.
+    #: `NOT_NEEDED` or, after a run, the last state. None while it can still change.
     outcome: str | None = None
     detail: str = ""  #: What led to that outcome, or what else is worth printing.
     late: bool = False  #: Whether its module was imported before the patch.
@@ -45,11 +48,11 @@ class Record:
         """Returns the patch's state: armed before its import, then applied; used once called; displaced; not needed."""
         if self.outcome is not None:
             return self.outcome
+        if self.change is not None and not self.change.stands():
+            return "displaced"
         if self.calls.count:
-            return "displaced" if self.change is not None and not self.change.stands() else "used"
-        if self.change is None:
-            return "armed"
-        return "applied" if self.change.stands() else "displaced"
+            return "used"
+        return "armed" if self.change is None else "applied"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +88,9 @@ class Trace:
         for key in sorted(self.digests.keys() | registry.digests.keys()):
             before, current = self.digests.get(key), registry.digests.get(key)
             if before != current:
-                change = "is not in force" if current is None else "has changed"
-                change = "was not in force then" if before is None else change
-                fact = f"A program is traced again, and '{key}' {change}"
+                difference = "is not in force" if current is None else "has changed"
+                difference = "was not in force then" if before is None else difference
+                fact = f"A program is traced again, and '{key}' {difference}"
                 remedy = "Trace it inside the same 'with patch.applied(...)', or compile it anew"
                 raise StaleTraceError("trace", fact, remedy, patch=key)
 
@@ -104,13 +107,11 @@ class Ledger:
         self._ops: list[Op] | None = None
         self._traced: dict[str, int] = {}  #: The calls in earlier traces of the programs, by the patch's id.
 
-    def of_run(self, loaded: Trace) -> Ledger:
-        """Returns a new ledger of the same patches, for another run of a stage; it counts calls anew, on top of those
-        in `loaded`, which loading the stage has made.
-        """
+    def of_run(self, loading: Trace) -> Ledger:
+        """Returns a ledger that counts anew, for another run of a stage; `loading` has the calls of its loading."""
         ledger = Ledger(self.records, self.stage)
         ledger.pending = self.pending
-        ledger.credit(loaded)
+        ledger.credit(loading)
         return ledger
 
     def calls(self, record: Record) -> int:
@@ -156,8 +157,12 @@ class Ledger:
     def ops(self) -> list[Op]:
         """Returns the `op` entries with their functions, as the same objects at each call."""
         if self._ops is None:
-            chosen = [r for r in self.records if r.entry.kind == "op" and r.outcome is None]
-            self._ops = [Op(r.entry.id, r.entry.target, counting(r.loaded, r.calls)[0], r.entry.place) for r in chosen]
+            self._ops = []
+            for record in self.records:
+                entry = record.entry
+                if entry.kind == "op" and record.outcome is None:
+                    function, _ = counting(record.loaded, record.calls)
+                    self._ops.append(Op(entry.id, entry.target, function, entry.place))
         return self._ops
 
     def cause_of(self, error: BaseException) -> TorchportError | None:
@@ -172,27 +177,31 @@ class Ledger:
     def check_called(self) -> None:
         """Refuses a stage that did not call a patch it must call, and a patched module that was imported twice."""
         self.raise_pending()
-        check_twins([record.entry for record in self.records if record.outcome != "not needed"])
-        for record in self.records:
-            stages = record.entry.must_be_called
-            due = bool(stages) if self.stage is None else self.stage in stages
-            if due and record.outcome != "not needed" and not self.calls(record):
-                entry, stage = record.entry, self.stage or ", ".join(stages)
-                fact = f"'{entry.id}' was not called in {stage} (it is {record.state()})"
-                remedy = f"Find what is called instead of {entry.target}, or take it out of 'must_be_called'"
+        needed = [record for record in self.records if record.outcome != NOT_NEEDED]
+        check_twins([record.entry for record in needed])
+        for record in needed:
+            entry = record.entry
+            # A ledger without a stage is for all: then each patch is due that any stage must call.
+            is_due = bool(entry.must_be_called) if self.stage is None else self.stage in entry.must_be_called
+            if is_due and self.calls(record) == 0:
+                stages = self.stage or ", ".join(entry.must_be_called)
+                fact = f"'{entry.id}' was not called in {stages} (it is {record.state()})"
+                remedy = f"Find what is called instead of {entry.target}, or remove the stage from 'must_be_called'"
                 raise NotCalledError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
 def check_twins(entries: Iterable[Entry]) -> None:
     """Refuses (TwinModuleError) a patched module of which this process has a second copy, under another name."""
     by_file: dict[tuple[int, int], list[tuple[str, object]]] = {}
-    by_module: dict[int, list[tuple[str, object]]] = {}
+    by_module: dict[int, list[tuple[str, object]]] = {}  # by the module's id, the same list as for its file
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
         if isinstance(file, str) and (identity := _identity(file)) is not None:
             by_module[id(module)] = by_file.setdefault(identity, [])
             by_module[id(module)].append((name, module))
-    for entry in (entry for entry in entries if entry.edits and entry.module in sys.modules):
+    for entry in entries:
+        if not entry.edits or entry.module not in sys.modules:
+            continue
         module = sys.modules[entry.module]
         copies = by_module.get(id(module), ())
         twin = next((name for name, copy in copies if copy is not module), None)
@@ -221,5 +230,5 @@ def _remedy(file: str, name: str, other: str) -> str:
     # The folder in which an import of the other name finds the file.
     folder = Path(file).parents[other.count(".") + (Path(file).name == "__init__.py")]
     if str(folder) in map(os.path.realpath, sys.path):
-        return f"Take {folder} off sys.path (and PYTHONPATH), and import '{name}' there"
+        return f"Take {folder} off sys.path (and PYTHONPATH), and import '{name}' instead"
     return f"Import it as '{name}' everywhere"

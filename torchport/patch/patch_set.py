@@ -24,7 +24,7 @@ from torchport.patch import aliases
 from torchport.patch.declared import Entry
 from torchport.patch.declared.replacement import Explained, load_all
 from torchport.patch.declared.versions import installed, outcome
-from torchport.patch.ledger import Ledger, Record, check_twins, digest
+from torchport.patch.ledger import NOT_NEEDED, Ledger, Record, check_twins, digest
 from torchport.patch.live import hook, registry, stub
 from torchport.patch.live.change import Change, Placed, change
 from torchport.patch.source import drift
@@ -50,8 +50,8 @@ class _PatchSet:
         try:
             waiting = [record for record in self.records if record.outcome is None]
             for record in waiting:
-                if record.entry.lifetime.while_importing:
-                    self._arm_window(record)
+                if package := record.entry.lifetime.while_importing:
+                    self._arm_window(record, package)
                 if record.entry.stub is not None:
                     self.disarm.append(stub.arm(record.entry, record.calls, self.ledger.pending.append))
             for name in dict.fromkeys(r.entry.module for r in waiting if _is_applied_at_import(r)):
@@ -70,9 +70,9 @@ class _PatchSet:
             self._apply(sys.modules[name], due)
         self.disarm.append(hook.arm(name, lambda module: self._apply_at_import(module, due)))
 
-    def _arm_window(self, record: Record) -> None:
-        """Applies a `while_importing` patch each time that its package is imported, and undoes it afterwards."""
-        depth = 0
+    def _arm_window(self, record: Record, package: str) -> None:
+        """Applies a `while_importing` patch each time that a package is imported, and undoes it afterwards."""
+        depth = 0  # how many modules of the package are being imported, one by another
 
         @contextlib.contextmanager
         def window() -> Iterator[None]:
@@ -89,8 +89,7 @@ class _PatchSet:
                     record.change.undo()
                     record.change = None
 
-        package = record.entry.lifetime.while_importing or ""
-        self.disarm.append(hook.arm(package, window, "windows"))
+        self.disarm.append(hook.arm(package, window, when="windows"))
 
     def _apply_at_import(self, module: types.ModuleType, due: Sequence[Record]) -> None:
         """Applies a module's patches after its execution. An error undoes the whole set, and is kept in the ledger."""
@@ -130,7 +129,7 @@ class _PatchSet:
             waits = record.outcome is None and record.change is None and _is_applied_at_import(record)
             if waits and not self.failed and entry.module in sys.modules:
                 fact = f"{entry.module} was imported past '{entry.id}', which changed nothing"
-                remedy = "Import it with an import statement, and let no other finder go before"
+                remedy = "Import it with an import statement, and put no finder before torchport's"
                 self.ledger.pending.append(TooLateError(entry.place, fact, remedy, patch=entry.id))
 
     def leave(self) -> None:
@@ -164,7 +163,7 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
     force already is not applied twice. At the end all changes are undone.
 
     Args:
-        stage: A stage's name, such as denoise: the ledger checks the patches that this stage must call. None: all.
+        stage: A stage's name, such as denoise: the ledger checks the patches that it must call. None: all stages.
         accept_drift: Whether drift is no error: `torchport check` reports drift itself and goes on.
     """
     if stage is not None and stage not in STAGES:
@@ -178,7 +177,7 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
         registry.sets.append(patches)
         registry.owner = threading.get_ident()
     try:
-        with Explained(patches.ledger.cause_of):
+        with Explained(patches.ledger.cause_of):  # raises a pending error in place of what followed from it
             yield patches.ledger
         patches.check_reached()
     finally:
@@ -205,14 +204,14 @@ def _leave(patches: _PatchSet) -> None:
 def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) -> _PatchSet:
     """Returns a checked set of the entries that are not in force yet. It neither imports nor changes upstream."""
     in_force = {record.entry.id: record for patches in registry.sets for record in patches.records}
-    fresh = [entry for entry in entries if not (entry.id in in_force and in_force[entry.id].entry == entry)]
+    fresh = [entry for entry in entries if entry.id not in in_force or in_force[entry.id].entry != entry]
     check_claims([record.entry for record in in_force.values()], fresh)
     installed.cache_clear()
     records = {entry.id: Record(entry) for entry in fresh}
     for record in records.values():
         reason = outcome(record.entry)
         if reason is not None:
-            record.outcome, record.detail = "not needed", reason
+            record.outcome, record.detail = NOT_NEEDED, reason
     wanted = [record for record in records.values() if record.outcome is None]
     loaded = load_all([record.entry for record in wanted])
     # The text of each module after the rewrites that are checked by then.
@@ -230,20 +229,21 @@ def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) 
 
 
 def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:
-    """Raises if a new entry changes what another one changes, or has the id of one with other content. Rewrites of one
-    function may stand beside each other: whether their runs overlap is seen when they are matched.
+    """Raises if a fresh entry changes what another entry changes, or has the id of another entry. Several rewrites of
+    one function are allowed: whether they change the same statements is seen when they are matched.
     """
     ids: dict[str, Entry] = {}
     places: dict[_Place, Entry] = {}
     for number, entry in enumerate([*running, *fresh]):
+        is_fresh = number >= len(running)
         # Entries in force were checked when they were entered.
-        if number >= len(running):
+        if is_fresh:
             if entry.id in ids:
                 fact = f"The id '{entry.id}' is in force with another content, from {ids[entry.id].place}"
                 raise ConflictError(entry.place, fact, "Rename one of the two", patches=[entry.id])
             other = next((places[place] for place in _excluded(entry) if place in places), None)
             if other is not None:
-                fact = f"'{entry.id}' claims {entry.target}, and '{other.id}' at {other.place} {other.target}"
+                fact = f"'{entry.id}' claims {entry.target}, and '{other.id}' at {other.place} claims {other.target}"
                 raise ConflictError(entry.place, fact, "Keep one of the two", patches=[entry.id, other.id])
         ids[entry.id] = entry
         for place in _claimed_places(entry):

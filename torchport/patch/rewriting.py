@@ -37,6 +37,7 @@ from torchport.source.bindings import (
 
 _HOLE = re.compile(r"\$(\.\.\.)?([A-Za-z_][A-Za-z0-9_]*)")
 _SINGLE, _MANY = "_torchport_hole_one_", "_torchport_hole_many_"
+"""What takes the place of `$` and of `$...` before the name of a hole, so that Python can parse the pattern."""
 
 
 class PatternError(ValueError):
@@ -80,7 +81,7 @@ def runs(function: Function, pattern: Sequence[ast.stmt]) -> Iterator[Run]:
     for block, chain in blocks(function):
         start = 0
         while start < len(block):
-            length = _match_run(pattern, block[start:], {}, whole=False)
+            length = _match_run(pattern, block[start:], captured={}, whole=False)
             if length:
                 yield Run(block, start, start + length, chain)
             start += length or 1
@@ -127,8 +128,10 @@ def _match(pattern: object, node: object, captured: Captured) -> bool:
         fields = (field for field in pattern._fields if field not in ("ctx", "kind", "type_comment"))
         return all(_match(getattr(pattern, f, None), getattr(node, f, None), captured) for f in fields)
     if isinstance(pattern, list):
-        if not isinstance(node, list) or any(map(_hole, pattern)):
-            return isinstance(node, list) and _match_run(pattern, node, captured, whole=True) is not None
+        if not isinstance(node, list):
+            return False
+        if any(map(_hole, pattern)):
+            return _match_run(pattern, node, captured, whole=True) is not None
         # Without recursion: a list of numbers may be longer than Python's stack is deep.
         return len(pattern) == len(node) and all(_match(p, n, captured) for p, n in zip(pattern, node, strict=True))
     if isinstance(pattern, str):
@@ -185,7 +188,7 @@ def edit(
     Args:
         line: A line of the function in the file.
         find: Finds the function in a syntax tree that has only the top-level statement around the function.
-        home: The file's text before other rewrites, which has the same lines; by default `text`.
+        home: The file's text before other rewrites, with the same `spans`, which are cached; by default `text`.
     """
     rewrite, lines = entry.rewrite, text.encode().splitlines(keepends=True)
     assert rewrite is not None
@@ -205,10 +208,10 @@ def edit(
     for run, statement in sorted(edits, key=lambda pair: pair[0].statements[0].lineno, reverse=True):
         _replace(lines, run, statement)
     local = arguments(function) | names_bound(function.body)
-    outer = frozenset(name for name in parameters if name not in local)
+    from_outside = frozenset(name for name in parameters if name not in local)
     part = "\n" * (start - 1) + b"".join(lines[start - 1 : end]).decode()
     _check_meaning(entry, tree, edits, part)
-    return Edit(b"".join(lines).decode(), part, name, outer)
+    return Edit(b"".join(lines).decode(), part, name, reads=from_outside)
 
 
 def _check_meaning(entry: Entry, tree: ast.Module, edits: Sequence[tuple[Run, str]], result: str) -> None:
@@ -261,12 +264,13 @@ def _statement(entry: Entry, rewrite: Rewrite, function: Function, run: Run, cal
     return f"{', '.join(gives)} = {call}" if gives else call
 
 
-_JUMPS = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal, ast.AsyncFor, ast.AsyncWith)
+_JUMPS = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
+_SCOPING = (ast.Global, ast.Nonlocal, ast.Delete)
 
 
 def _check_jumps(entry: Entry, statements: Sequence[ast.stmt]) -> None:
     """Refuses a run with a `return`, `yield`, `break` or the like: a called function cannot do it for its caller."""
-    jumps: list[ast.AST] = [node for node in in_scope(statements) if isinstance(node, (*_JUMPS, ast.Delete))]
+    jumps: list[ast.AST] = [node for node in in_scope(statements) if isinstance(node, (*_JUMPS, *_SCOPING))]
     jumps += [node for statement in statements for node in _jumps_out(statement)]
     if jumps:
         word = type(jumps[0]).__name__.lower()
@@ -275,12 +279,13 @@ def _check_jumps(entry: Entry, statements: Sequence[ast.stmt]) -> None:
 
 
 def _jumps_out(statement: ast.AST) -> list[ast.AST]:
+    """Returns each `break` and `continue` in a statement that is for a loop around the statement."""
     if isinstance(statement, (ast.Break, ast.Continue)):
         return [statement]
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return []
-    loop = isinstance(statement, (ast.For, ast.AsyncFor, ast.While))
-    children = getattr(statement, "orelse", ()) if loop else ast.iter_child_nodes(statement)
+    is_loop = isinstance(statement, (ast.For, ast.AsyncFor, ast.While))  # those in its body are for this loop
+    children = getattr(statement, "orelse", ()) if is_loop else ast.iter_child_nodes(statement)
     return [jump for child in children for jump in _jumps_out(child)]
 
 
@@ -344,7 +349,7 @@ def _replace(lines: list[bytes], run: Run, statement: str) -> None:
         lines[start] += b"\n" if end > start else b""
 
 
-_FUTURE = 0
+_FUTURE = 0  # the compiler flags of all `from __future__ import ...`
 for _feature in __future__.all_feature_names:
     _FUTURE |= getattr(__future__, _feature).compiler_flag
 
@@ -352,7 +357,7 @@ Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def source_text(entry: Entry, function: types.FunctionType) -> str:
-    """Returns the text from which a live function was compiled, for a rewritten one the new text; else raises."""
+    """Returns the text of the file from which a live function was compiled; of a rewritten function the edited text."""
     lines = linecache.getlines(function.__code__.co_filename, function.__globals__)
     if not lines:
         fact = f"The source of {entry.target} cannot be read ({function.__code__.co_filename})"
@@ -361,7 +366,7 @@ def source_text(entry: Entry, function: types.FunctionType) -> str:
 
 
 def finder(entry: Entry, old: types.CodeType) -> Callable[[ast.Module], Function]:
-    """Returns a function of a syntax tree, which returns the `def` of a code object, by the name and first line."""
+    """Returns a function that finds in a syntax tree the `def` of a code object, by its name and first line."""
     return lambda tree: _enclosing(entry, tree, old)[-1]  # type: ignore[return-value]
 
 

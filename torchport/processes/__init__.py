@@ -22,10 +22,8 @@ def without_empty(value: str) -> str:
 
 
 def trusted_path(path: list[str], is_main: bool = False) -> list[str]:
-    """Returns a `sys.path` without the current folder, unless `PYTHONPATH` names it: `["", "/a"]` -> `["/a"]`.
-
-    Args:
-        is_main: Whether Python was started with `-m`, which puts the current folder first.
+    """Returns a `sys.path` without the current folder, unless `PYTHONPATH` names it: `["", "/a"]` -> `["/a"]`. With
+    `is_main` Python was started with `-m`, which puts the current folder first.
     """
     folder, variable = current_folder(), os.environ.get("PYTHONPATH")
     entries = list(path[1:] if is_main and path and path[0] == folder else path)

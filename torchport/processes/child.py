@@ -134,17 +134,18 @@ def answer(name: str, parent: int) -> None:
     function, arguments = pickle.loads((folder / _REQUEST).read_bytes())
     module, _, attribute = function.partition(":")
     try:
-        result, kind = getattr(importlib.import_module(module), attribute)(*arguments), _RESULT
+        result, file = getattr(importlib.import_module(module), attribute)(*arguments), _RESULT
     except TorchportError as error:
-        result, kind = error, _REFUSAL
+        result, file = error, _REFUSAL
     # Renamed once it is whole: the process may be killed while it writes.
     (folder / "unfinished").write_bytes(pickle.dumps(result))
-    (folder / "unfinished").rename(folder / kind)
+    (folder / "unfinished").rename(folder / file)
 
 
 def _end_with_parent(parent: int) -> None:
     """Waits for the end of the parent, and then ends this process, which nobody waits for any more."""
-    # A signal at the parent's death (`PR_SET_PDEATHSIG`) is Linux's alone. A pipe stays open in what the parent forks.
+    # A signal at the parent's death (`PR_SET_PDEATHSIG`) is Linux's alone. A pipe to the parent would not tell: other
+    # processes that the parent forks keep it open.
     while os.getppid() == parent:
         time.sleep(PAUSE)
     os._exit(1)
@@ -177,7 +178,7 @@ def in_parallel(
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         waiting = {pool.submit(work, item): number for number, item in enumerate(items)}
         try:
-            for done in track(concurrent.futures.as_completed(waiting), title, "plan", total=len(items)):
+            for done in track(concurrent.futures.as_completed(waiting), title, unit="plan", total=len(items)):
                 number = waiting[done]
                 try:
                     results[number] = done.result()

@@ -16,6 +16,7 @@ import subprocess
 from pathlib import Path
 
 _LINK, _SUBMODULE = "120000", b"160000"
+"""The modes of a symbolic link and of a submodule, as `git ls-tree` prints them: a text, and the bytes of a row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +41,8 @@ class _NoAnswerError(Exception):
 
 def revision(package: Path) -> Revision:
     """Returns the commit of a package's checkout, and whether the package's files differ from the commit; or no commit,
-    and why. Windows line ends are no difference; files that a filter has written (Git LFS) differ.
-
-    Args:
-        package: Its folder, or the file of a package that is one module.
+    and why. `package` is its folder, or the file of a package that is one module. Windows line ends are no difference;
+    files that a filter has written (Git LFS) differ.
     """
     try:
         commit = _git(package.parent, "rev-parse", "--verify", "--end-of-options", "HEAD^{commit}").decode().strip()
@@ -57,9 +56,7 @@ def revision(package: Path) -> Revision:
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
-    """Returns git's stdout for a command in a folder, run without this user's configuration and environment; raises a
-    _NoAnswerError if git is absent or fails.
-    """
+    """Returns git's stdout for a command in a folder, without this user's configuration; or raises _NoAnswerError."""
     path = os.pathsep.join(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))
     program = shutil.which("git", path=path)
     if program is None:
@@ -84,7 +81,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
         capture_output=True,
         check=False,
     )
-    if not result.returncode:
+    if result.returncode == 0:
         return result.stdout
     stderr = result.stderr.decode(errors="replace")
     if "not a git repository" in stderr:
@@ -111,5 +108,5 @@ def _differs(folder: Path, row: bytes) -> bool:
         return True
     new = hashlib.sha1 if len(digest) == 40 else hashlib.sha256  # by the repository's format
     contents = (content, content.replace(b"\r\n", b"\n"))
-    blobs = (b"blob %d\0" % len(content) + content for content in contents)
+    blobs = (b"blob %d\0" % len(content) + content for content in contents)  # git hashes a file with this head
     return digest not in (new(blob, usedforsecurity=False).hexdigest() for blob in blobs)

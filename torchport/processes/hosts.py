@@ -65,12 +65,12 @@ def cluster_of(
         return Cluster() if distributed else None
     missing = [flag for flag in flags if flag not in names]
     if missing:
-        remedy = "Give all three, or --distributed alone where JAX knows them"
+        remedy = "Give all three, or --distributed alone on a cluster that JAX knows"
         raise BadValueError(names[0], f"It is given without {' and '.join(missing)}", remedy)
     assert coordinator is not None and processes is not None and process is not None
     name, _, port = coordinator.rpartition(":")
     if not name or not re.fullmatch(r"[1-9]\d{0,4}", port) or int(port) > 65535:
-        remedy = "Name the first process's, such as 10.0.0.1:8476"
+        remedy = "Name those of the first process, such as 10.0.0.1:8476"
         raise BadValueError(f"--coordinator {coordinator}", "It is no host and port", remedy)
     if process >= processes:
         remedy = f"It must be 0 to {processes - 1}"
@@ -120,7 +120,7 @@ def joined(cluster: Cluster | None) -> Iterator[Watch]:
             yield watch
         except BaseException as error:
             if isinstance(error, RuntimeError):
-                # A program's error only names a lost connection. If a process has died, `settle` ends with its error.
+                # A program only says that a connection was lost. If a process has died, `settle` ends with that error.
                 watch.settle()
             watch.over.set()
             # If all processes refuse at the same point, they leave in order: JAX waits for all of them at its end.
@@ -165,11 +165,8 @@ _alone: list[bool] = []
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Returns, on every process, the result of `make` in the first process; a TorchportError of `make` is raised on
-    all.
-
-    Args:
-        make: Called by the first process alone. Returns data that JSON can hold.
+    """Calls `make` in the first process alone, and returns its result on every process; a TorchportError of `make` is
+    raised on all. The result is data that JSON can hold.
     """
     return pair_from_first(lambda: (make(), {}))[0]
 
@@ -185,9 +182,7 @@ def pair_from_first(make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) ->
 def _publish(
     key: str, make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]
 ) -> tuple[T, Mapping[str, torch.Tensor]]:
-    """Calls `make` in the first process, sends its result to the others under a key, and returns the result. An error
-    of `make` is sent, too, and raised.
-    """
+    """Calls `make` in the first process, and sends its result or error to the others; returns or raises it, too."""
     from safetensors.torch import save
 
     _alone.append(True)
@@ -195,8 +190,8 @@ def _publish(
         value, tensors = make()
     except TorchportError as error:
         error.on_every_process = True
-        plain = {name: value for name, value in vars(error).items() if isinstance(value, bool | int | float | str)}
-        _send(key, {"kind": type(error).__name__, "args": error.args, "culprit": plain}, b"")
+        culprit = {name: value for name, value in vars(error).items() if isinstance(value, bool | int | float | str)}
+        _send(key, {"kind": type(error).__name__, "args": error.args, "culprit": culprit}, data=b"")
         raise
     finally:
         _alone.pop()
@@ -223,17 +218,18 @@ def _receive(key: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
         vars(error).update(header["culprit"])
         raise error
     client, starts = _state().client, range(0, header["bytes"], PIECE)
+    # The pieces were sent before the header: 60,000 ms are more than enough to get each.
     pieces = [client.blocking_key_value_get_bytes(f"{key}/{start}", 60_000) for start in starts]
     return header["value"], load(b"".join(pieces))
 
 
 def _wait_for(key: str) -> str:
-    """Waits until another process sets a key, and returns its value. There is no time limit; Ctrl-C ends the wait."""
+    """Waits, without a limit, until another process sets a key, and returns its value. Ctrl-C ends the wait."""
     import jax
 
     while True:
         try:
-            return str(_state().client.blocking_key_value_get(key, round(1000 * POLL)))
+            return str(_state().client.blocking_key_value_get(key, round(1000 * POLL)))  # in ms
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
@@ -254,14 +250,13 @@ def any_process(mine: bool) -> bool:
 
 
 def check_same(facts: Mapping[str, Any]) -> None:
-    """Refuses a run whose processes differ in these facts: they would wait for each other, or compute nonsense.
-
-    Args:
-        facts: All settings that decide which programs run, by name; data that JSON can hold.
+    """Refuses a run whose processes differ in their facts: they would wait for each other, or compute nonsense. The
+    facts are all settings that decide which programs run, by name; data that JSON can hold.
     """
     if processes() == 1:
         return
     text = json.dumps(dict(facts), default=str)
+    # As the facts of the others come: JSON makes lists of tuples.
     ours = json.loads(text)
     for number, theirs in enumerate(map(json.loads, _all_texts(text))):
         differs = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
@@ -381,6 +376,7 @@ class Watch:
             self.leave(failed["code"], f"{place} failed, and this one ends: {failed['error']}")
         for number, before in self.signs.items():
             sign = messages.get(f"{KEYS}{number}", before)
+            # After its normal end a process is never lost.
             if sign != before or sign == OVER:
                 self.signs[number], self.heard[number] = sign, time.monotonic()
                 self.counts[number] += 1
@@ -444,7 +440,6 @@ def _leave(code: int, text: str) -> NoReturn:
     """Ends this process at once, after flushing its output and writing a last line."""
 
     def write() -> None:
-        """Writes the last line to stderr."""
         sys.stdout.flush()
         if text:  # on a terminal it starts a new line, as a bar may be on this one
             sys.stderr.write(f"\n{text}\n" if sys.stderr.isatty() else f"{text}\n")

@@ -26,25 +26,22 @@ _HOOK = str(Path(__file__).parent / "site")
 
 
 def check(words: Sequence[str]) -> None:
-    """Refuses a command line that names no program.
-
-    Args:
-        words: `FILE ARGS...`, or `-m package.module ARGS...`.
-    """
+    """Refuses the words of a command line that are neither `FILE ARGS...` nor `-m package.module ARGS...`."""
     place = "torchport exec"
     if not words or (words[0] == "-m" and len(words) < 2):
         raise BadValueError(place, "No script is named", "Add it: -- script.py ARGS, or -- -m package.module ARGS")
-    if words[0] != "-m" and words[0].startswith("-"):
+    if words[0] == "-m":
+        return
+    if words[0].startswith("-"):
         fact = f"'{words[0]}' is no script, and Python's own flags are not taken"
         raise BadValueError(place, fact, "Write -- script.py ARGS, or -- -m package.module ARGS")
-    if words[0] != "-m":
-        try:
-            Path(words[0]).stat()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            fact = "There is no such file"
-            raise BadValueError(f"{place} {words[0]}", fact, "Name the script that is to run") from error
-        except OSError as error:
-            raise refused(place, words[0], error) from error
+    try:
+        Path(words[0]).stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        fact = "There is no such file"
+        raise BadValueError(f"{place} {words[0]}", fact, "Name the script that is to run") from error
+    except OSError as error:
+        raise refused(place, words[0], error) from error
 
 
 def become(words: Sequence[str], function: str, arguments: Mapping[str, Any]) -> NoReturn:
@@ -57,8 +54,8 @@ def become(words: Sequence[str], function: str, arguments: Mapping[str, Any]) ->
     """
     before = os.environ.get("PYTHONPATH")
     message = {"process": os.getpid(), "function": function, "arguments": dict(arguments), "path": before}
-    entries = [_HOOK, *filter(None, [without_empty(before or "")])]
-    environment = {**os.environ, _VARIABLE: json.dumps(message), "PYTHONPATH": os.pathsep.join(entries)}
+    search_path = without_empty(f"{_HOOK}{os.pathsep}{before or ''}")
+    environment = {**os.environ, _VARIABLE: json.dumps(message), "PYTHONPATH": search_path}
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *words], environment)

@@ -77,9 +77,7 @@ class Stopping:
 
 @contextlib.contextmanager
 def unwinding() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise SystemExit while the context lasts, so that child processes are ended and
-    temporary folders removed, as at Ctrl-C.
-    """
+    """Makes SIGTERM and SIGHUP raise SystemExit while the context lasts, so that all is tidied up, as at Ctrl-C."""
 
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)  # what a shell returns for a process that a signal ended
@@ -110,6 +108,7 @@ def _answer_signals(reading: int) -> None:
             if number == signal.SIGHUP:
                 _leave_terminal()
             if pending and number in (signal.SIGINT, signal.SIGTERM):
+                # The run has not ended within `GRACE` seconds, or a third signal came; else the pipe is closed.
                 if not select.select([signals], [], [], GRACE)[0] or signals.read(1):
                     hosts.end(StoppedError.exit_code, hosts.AT_ONCE)
                 return

@@ -34,7 +34,7 @@ class Binding:
 
 
 def binding_at(tree: ast.Module, path: Sequence[str]) -> Binding:
-    """Returns the statement that binds the last name of a path, or an earlier name that the source does not define.
+    """Returns the statement that binds the last name of a path, or its first name that is no class of this source.
 
     `("Block", "forward")` leads to the `def` in the class; `("nn", "Linear")` to `import torch.nn as nn`, at depth 1.
     """
@@ -42,20 +42,19 @@ def binding_at(tree: ast.Module, path: Sequence[str]) -> Binding:
     for depth, name in enumerate(path, 1):
         mangled = f"_{path[depth - 2].lstrip('_')}" if depth > 1 else ""
         if mangled and name.startswith(f"{mangled}__") and not name.endswith("__"):
-            name = name.removeprefix(mangled)  # Python makes `_K__name` of a class's own `__name`
+            # Inside `class K` Python makes `_K__name` of the source's `__name`.
+            name = name.removeprefix(mangled)
         node = last_bindings(holder).get(name)
         if node is None:
-            return Binding(None, depth - 1, _may_have_other_names(holder))
+            return Binding(None, depth - 1, open=_may_have_other_names(holder))
         if depth == len(path) or not isinstance(node, ast.ClassDef):
-            return Binding(node, depth, depth < len(path))
+            return Binding(node, depth, open=depth < len(path))
         holder = node
     raise AssertionError("a path has at least one name")
 
 
 def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Returns the statements of a module's or class's body, and those in its `if`, `try` and loops; of a nested
-    function or class the definition alone.
-    """
+    """Returns the statements of a body and of its `if`, `try` and loops; of a function or class the `def` alone."""
     return (statement for statement, _ in _under_conditions(body))
 
 
@@ -177,7 +176,7 @@ def in_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
         yield node
         if isinstance(node, _SCOPES):
             continue
-        # A scope of its own, but `:=` in it binds a name outside of it.
+        # A comprehension is a scope, too, but `:=` in it binds a name outside of it.
         if isinstance(node, _COMPREHENSIONS):
             yield from (inner for inner in ast.walk(node) if isinstance(inner, ast.NamedExpr))
             yield from (inner.target for inner in ast.walk(node) if isinstance(inner, ast.NamedExpr))
@@ -249,17 +248,18 @@ def exposed(statements: Sequence[ast.stmt]) -> tuple[set[str], set[str]]:
 def _exposed_by(statement: ast.stmt) -> tuple[set[str], set[str]]:
     """Returns the names that a statement may read before it writes them, and the names that it surely writes."""
     if isinstance(statement, ast.If):
-        body, orelse = exposed(statement.body), exposed(statement.orelse)
-        sure = body[1] & orelse[1]
-        return reads(statement.test) | ((body[0] | orelse[0]) - names_bound([statement.test])), sure
+        body_reads, body_writes = exposed(statement.body)
+        else_reads, else_writes = exposed(statement.orelse)
+        inside = (body_reads | else_reads) - names_bound([statement.test])
+        return reads(statement.test) | inside, body_writes & else_writes
     if isinstance(statement, (ast.For, ast.AsyncFor)):
         inside = exposed(statement.body)[0] - names_bound([statement.target])
+        # Nothing is surely written: there may be no item.
         return reads(statement.iter) | inside | exposed(statement.orelse)[0], set()
     if isinstance(statement, (ast.With, ast.AsyncWith)):
-        first = _union(reads(item) for item in statement.items)
         names = names_bound(statement.items)
         inside, written = exposed(statement.body)
-        return first | (inside - names), names | written
+        return _union(map(reads, statement.items)) | (inside - names), names | written
     if isinstance(statement, ast.Delete) or (inner_blocks(statement) and not isinstance(statement, _SCOPES)):
         return reads(statement), set()
     return reads(statement), names_bound([statement])
@@ -272,6 +272,7 @@ def read_after(function: Function, chain: Chain, block: list[ast.stmt], end: int
         if isinstance(parent, _LOOPS):
             live |= exposed([parent])[0] - sure
             sure = set()  # the loop may end at its head, before the rest of its body is reached
+        # An exception leads to its other blocks.
         if isinstance(parent, _TRIES):
             live |= _union(exposed(inner)[0] for inner in inner_blocks(parent))
         first, written = exposed(outer[index + 1 :])
@@ -307,7 +308,7 @@ def parameters(function: Function | ast.Lambda) -> list[WrittenParameter]:
     spec = function.args
     positional = [*spec.posonlyargs, *spec.args]
     defaults = [None] * (len(positional) - len(spec.defaults)) + spec.defaults
-    kinds = [POSITIONAL[0]] * len(spec.posonlyargs) + [POSITIONAL[1]] * len(spec.args)
+    kinds = [Parameter.POSITIONAL_ONLY] * len(spec.posonlyargs) + [Parameter.POSITIONAL_OR_KEYWORD] * len(spec.args)
     written: list[tuple[ast.arg | None, Any, ast.expr | None]] = [*zip(positional, kinds, defaults, strict=True)]
     written.append((spec.vararg, Parameter.VAR_POSITIONAL, None))
     for argument, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):

@@ -78,8 +78,8 @@ def definition(home: Home) -> tuple[SourceFile, ast.stmt] | None:
 
 
 def uses(home: Home) -> list[str]:
-    """Returns the targets of the names in a definition, in its own package or by an import, sorted:
-    `["<self>.attend=up.m:Block.attend", "np=numpy"]`.
+    """Returns the names that a definition reads, each with the definition of its own package, or else the import, to
+    which it leads. Sorted: `["<self>.attend=up.m:Block.attend", "np=numpy"]`.
     """
     source = _source(home[0])
     if source is None:
@@ -87,14 +87,12 @@ def uses(home: Home) -> list[str]:
     chains, local = _reads(source, home[1])
     firsts = {chain[0] for chain in chains}
     statements = {first: local.get(first, source.all_names.get(first, [])) for first in firsts}
-    led = {f"{first}={name}" for first in firsts for name in _imported_names(first, statements[first], source)}
-    return sorted(led | {f"{'.'.join(chain)}={name_of(to)}" for chain, to in _homes_used(home)})
+    imported = {f"{first}={name}" for first in firsts for name in _imported_names(first, statements[first], source)}
+    return sorted(imported | {f"{'.'.join(chain)}={name_of(used)}" for chain, used in _homes_used(home)})
 
 
 def _imported_names(name: str, statements: Sequence[ast.stmt], source: SourceFile) -> Iterator[str]:
-    """Yields the full names that imports among some statements bind to a name: `up.m.f` for the name `a` and the
-    statement `from up.m import f as a`.
-    """
+    """Yields the full names that imports bind to a name: `up.m.f` for the name `a` and `from up.m import f as a`."""
     for node in statements:
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
             if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == name:
@@ -116,7 +114,7 @@ def _homes_used(user: Home) -> Iterator[tuple[Chain, Home]]:
         # The class is inside a function, where no path leads.
         if chain[0] == _SUPER and not owner:
             continue
-        lookup = Lookup(user[0].partition(".")[0])
+        lookup = Lookup(package=user[0].partition(".")[0])
         if chain[0] in (_SELF, _SUPER):
             homes = lookup.method((user[0], owner), chain[1], inherited=chain[0] == _SUPER)
         elif chain[0] in local:
@@ -227,7 +225,8 @@ def _chains(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
         base = base.args[0]  # `type(self).method`
     if isinstance(base, ast.Name):
         first = _SELF if base.id == self_name else base.id
-        attributes = attributes[1:] if first == _SELF and attributes[:1] == ["__class__"] else attributes
+        if first == _SELF and attributes[:1] == ["__class__"]:
+            del attributes[0]  # `self.__class__.method`
         if isinstance(base.ctx, ast.Load) and (attributes or first != _SELF):
             yield (first, *attributes)
         return
@@ -257,9 +256,9 @@ class Lookup:
 
     def _is_new(self, *question: object) -> bool:
         """Notes a question (a module and a name, say), and returns whether this look-up asks it for the first time."""
-        before = len(self._asked)
+        is_new = question not in self._asked
         self._asked.add(question)
-        return len(self._asked) > before
+        return is_new
 
     def names(self, module: str, chain: Chain) -> Iterator[Home]:
         """Yields the definitions to which a chain of names (`a.b.c` as a tuple) leads in a module."""
@@ -271,6 +270,7 @@ class Lookup:
             for star in at_import(source.tree.body):
                 if isinstance(star, ast.ImportFrom) and star.names[0].name == "*":
                     yield from self.names(source.imported_from(star), chain)
+        # `all_names` also has the `if` statements around those that bind a name.
         others = [node for node in nodes if not isinstance(node, (ast.Import, ast.ImportFrom, ast.If))]
         for node in nodes:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -298,22 +298,21 @@ class Lookup:
 
     def _in_module(self, module: str, chain: Chain) -> list[Home]:
         """Returns the definitions to which a chain of names leads in a module; the first names may be submodules."""
-        source = _source(module) if chain and self._may_enter(module) else None
+        if not chain:
+            return []
+        source = _source(module) if self._may_enter(module) else None
         if source is not None and chain[0] in source.names:
             return list(self.names(module, chain))
-        deeper = self._in_module(f"{module}.{chain[0]}", chain[1:]) if chain else []
-        return deeper or (list(self.names(module, chain)) if chain else [])
+        return self._in_module(f"{module}.{chain[0]}", chain[1:]) or list(self.names(module, chain))
 
     def _in_class(self, home: Home, chain: Chain) -> Iterator[Home]:
         """Yields the method of a class that `chain` begins with; for an empty chain its constructors, or the class."""
-        if self._is_for_classes:
-            yield from [] if chain else [home]
-            return
-        if chain:
+        if chain and not self._is_for_classes:
             yield from self.method(home, chain[0], inherited=False)
-            return
-        makers = [maker for name in _MADE_BY for maker in self.method(home, name, inherited=False)]
-        yield from makers or [home]
+        elif not chain:
+            names = () if self._is_for_classes else _MADE_BY
+            makers = [maker for name in names for maker in self.method(home, name, inherited=False)]
+            yield from makers or [home]
 
     def method(self, home: Home, name: str, inherited: bool) -> Iterator[Home]:
         """Yields the first definition of a method, in a class or those above it; if `inherited`, only above it."""
@@ -324,13 +323,15 @@ class Lookup:
         if not inherited and name in last_bindings(node):
             yield home[0], (*home[1], name)
             return
-        homes = (list(self.method(cls, name, inherited=False)) for cls in self.bases(home[0], node))
-        yield from next(filter(None, homes), [])
+        found = (list(self.method(cls, name, inherited=False)) for cls in self.bases(home[0], node))
+        yield from next(filter(None, found), [])  # the first base that has the method
 
     def bases(self, module: str, node: ast.ClassDef) -> Iterator[Home]:
         """Yields the classes right above a class, as far as source shows them."""
         source = _source(module)
-        for chain in [chain for base in node.bases for chain in list(_chains(ast.Expr(base), None))[:1]]:
+        # The first chain of each base: of `Base[T]` that of `Base`.
+        chains = [next(_chains(ast.Expr(base), self_name=None), ()) for base in node.bases]
+        for chain in filter(None, chains):
             bound = source.names.get(chain[0]) if source else None
             if isinstance(bound, ast.ClassDef) and len(chain) == 1:
                 yield module, (bound.name,)
@@ -339,3 +340,4 @@ class Lookup:
 
 
 Classes = functools.partial(Lookup, is_for_classes=True)
+"""A look-up that leads to classes; `Classes(None)` looks in all packages."""

@@ -42,13 +42,11 @@ def _tree_of(file: Path, name: str, mtime_ns: int) -> ast.Module:
 
 
 def text_of(file: Path, name: str) -> str:
-    """Returns a file's text in the encoding that it declares, with newlines as Python reads them; else UnreadableError
-    with the file's name as errors show it.
-    """
+    """Returns a file's text in the encoding that it declares; raises UnreadableError with `name` as the file's name."""
     size = _status(file, name).st_size
     if size > LARGEST:
         fact = f"It has {size / 1e6:.0f} MB, more than the {LARGEST // 10**6} MB that are read"
-        raise _unreadable(name, 0, fact, "too-large")
+        raise _unreadable(name, fact, "too-large")
     with decoded(name):
         return importlib.util.decode_source(file.read_bytes())
 
@@ -58,7 +56,7 @@ def _status(file: Path, name: str) -> os.stat_result:
     with decoded(name):
         status = file.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise _unreadable(name, 0, "It is no file, but a folder, pipe or device", "unreadable")
+        raise _unreadable(name, "It is no file, but a folder, pipe or device", "unreadable")
     return status
 
 
@@ -68,10 +66,10 @@ def decoded(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _unreadable(name, 0, f"It cannot be opened: {error.strerror}", "unreadable") from error
+        raise _unreadable(name, f"It cannot be opened: {error.strerror}", "unreadable") from error
     except (SyntaxError, LookupError, UnicodeError) as error:  # an unknown encoding, or bytes of another one
         fact = f"Its bytes are no text: {' '.join(str(error).split())}"
-        raise _unreadable(name, 0, fact, "encoding") from error
+        raise _unreadable(name, fact, "encoding") from error
 
 
 def tree(text: str, name: str) -> ast.Module:
@@ -82,12 +80,12 @@ def tree(text: str, name: str) -> ast.Module:
         try:
             return ast.parse(text)
         except SyntaxError as error:
-            is_old = _PYTHON_2.search(text) is not None
-            if is_old:
-                raise _unreadable(name, error.lineno or 0, "It is written for Python 2", "python-2") from error
-            raise _not_python(name, error.lineno or 0, error.msg) from error
+            line = error.lineno or 0
+            if _PYTHON_2.search(text) is not None:
+                raise _unreadable(name, "It is written for Python 2", "python-2", line) from error
+            raise _not_python(name, error.msg, line) from error
         except ValueError as error:  # a null byte
-            raise _not_python(name, 0, str(error)) from error
+            raise _not_python(name, str(error)) from error
 
 
 @contextlib.contextmanager
@@ -96,15 +94,15 @@ def nesting(name: str, line: int = 0) -> Iterator[None]:
     try:
         yield
     except (RecursionError, MemoryError) as error:
-        raise _not_python(name, line, "nested too deep") from error
+        raise _not_python(name, "nested too deep", line) from error
 
 
-def _not_python(name: str, line: int, why: str) -> UnreadableError:
+def _not_python(name: str, why: str, line: int = 0) -> UnreadableError:
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    return _unreadable(name, line, f"Python {version} cannot read it: {' '.join(why.split())}", "syntax-error")
+    return _unreadable(name, f"Python {version} cannot read it: {' '.join(why.split())}", "syntax-error", line)
 
 
-def _unreadable(name: str, line: int, fact: str, kind: str) -> UnreadableError:
+def _unreadable(name: str, fact: str, kind: str, line: int = 0) -> UnreadableError:
     remedy = "Mend the file, or use a version of it for this Python"
     return UnreadableError(f"{name}:{line}" if line else name, fact.rstrip("."), remedy, line=line, kind=kind)
 
@@ -169,7 +167,8 @@ def _spec_of(module: str) -> ModuleSpec:
     parts = module.split(".")
     top = sys.modules.get(parts[0])
     spec = None if top is None else vars(top).get("__spec__")
-    for finder in () if isinstance(spec, ModuleSpec) else sys.meta_path:
+    finders = [] if isinstance(spec, ModuleSpec) else sys.meta_path  # an imported package has its spec
+    for finder in finders:
         find = getattr(finder, "find_spec", None)
         spec = find(parts[0], None) if find else None
         if isinstance(spec, ModuleSpec):
@@ -191,7 +190,7 @@ def _spec_of(module: str) -> ModuleSpec:
 def package_folder(source: SourceFile) -> Path:
     """Returns the folder of a module's top-level package; of a single module its file."""
     file = Path(source.file)
-    depth = len(source.module.split(".")) - (file.name != "__init__.py")
+    depth = len(source.module.split(".")) - (file.name != "__init__.py")  # how many packages the file lies in
     return file.parents[depth - 1] if depth else file
 
 
@@ -200,6 +199,7 @@ def imported_from(node: ast.ImportFrom, module: str, is_package: bool) -> str:
     if not node.level:
         return node.module or ""
     above = module.split(".")
+    # The first dot leads to the package: that of a module is above it, an `__init__.py` is the package itself.
     above = above[: len(above) - node.level + is_package]
     return ".".join([*above, *([node.module] if node.module else [])])
 

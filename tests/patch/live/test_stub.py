@@ -72,8 +72,8 @@ def test_every_call_raises_and_says_who_called_what(entries, tmp_path):
     text = str(caught.value)
     assert text.startswith(f"{tmp_path / 'stubuser.py'}:9: absentpackage.tools.resize is called, and 'some.stub' (")
     assert text.endswith(
-        "only stands in for it. Install absentpackage, or write a patch for use. The original has the patches "
-        "alone that the card names under 'original'."
+        "only stands in for it. Install absentpackage, or write a patch for use. The original backend "
+        "applies only the patches that the card lists under 'original'."
     )
 
 

@@ -39,7 +39,7 @@ def test_a_folder_inside_the_package_on_the_path_makes_a_second_module(world, mo
             assert (m.f(1), second.f(1)) == (-1, 1)
     assert str(caught.value) == (
         f"patches/up/p.yaml:1: {folder / 'sub' / 'm.py'} was imported twice, as 'up.sub.m' and as 'sub.m', and "
-        f"'up.one' changes the first alone. Take {folder} off sys.path (and PYTHONPATH), and import 'up.sub.m' there."
+        f"'up.one' changes the first alone. Take {folder} off sys.path (and PYTHONPATH), and import 'up.sub.m' instead."
     )
     assert (caught.value.patch, caught.value.names) == ("up.one", "sub.m")
 

@@ -252,8 +252,8 @@ def mistake(entry: Entry) -> Mistake | None:
         return ("scope",), "'scope' is global without a reason", "Add 'scope_reason'"
     if entry.scope == "package" and entry.scope_reason is not None:
         return ("scope_reason",), "'scope_reason' is read only with scope: global", "Remove it"
-    outside = entry.is_shared and entry.kind != "op"
-    if outside and entry.scope != "global":
+    # A lowering is seen by torchax alone, though its target is in torch.
+    if entry.is_shared and entry.kind != "op" and entry.scope != "global":
         return ("target",), f"'{entry.target}' is shared by everybody", "Add 'scope: global' and 'scope_reason'"
     if entry.lifetime.while_importing and entry.scope != "global":
         return ("lifetime",), "'while_importing' is for targets shared by everybody", "Add 'scope: global'"

@@ -51,10 +51,10 @@ def read(folders: Folders, names: Sequence[str], home: Path | None = None) -> li
     by_id: dict[str, Entry] = {}
     for file in _files(stack if home is None else stack[stack.index(home) :], names):
         for entry in read_file(file):
-            previous = by_id.get(entry.id, entry)
-            # `entry.folder.parent` is the entry's folder of `stack`, whose first folder is the highest.
-            lower, upper = sorted((previous, entry), key=lambda entry: -stack.index(entry.folder.parent))
-            if previous is not entry:
+            upper = entry
+            if entry.id in by_id:
+                # `patch.folder.parent` is the entry's folder of `stack`, whose first folder is the highest.
+                lower, upper = sorted((by_id[entry.id], entry), key=lambda patch: -stack.index(patch.folder.parent))
                 _check_double(upper, lower)
             by_id[entry.id] = upper
     for entry in _overriding(stack):
@@ -69,7 +69,7 @@ def stack_of(folders: Folders) -> list[Path]:
 
 
 def _check_double(entry: Entry, other: Entry) -> None:
-    """Refuses two entries with one id, unless `entry` overrides the other, of a lower folder, or is its copy."""
+    """Refuses two entries with one id, unless `entry` is of a higher folder, and overrides `other` or is its copy."""
     fact = f"The id '{entry.id}' is also at {other.place}"
     if entry.folder.parent == other.folder.parent:
         raise ConflictError(entry.place, fact, "Rename one of the two", patches=[entry.id])
@@ -88,7 +88,7 @@ def _is_copy(entry: Entry, other: Entry) -> bool:
 def _overriding(stack: Sequence[Path]) -> list[Entry]:
     """Returns the entries that override a lower folder's, the highest last; refuses an entry that overrides nothing."""
     overriding: list[Entry] = []
-    for level in reversed(range(len(stack) - 1)):
+    for level in reversed(range(len(stack) - 1)):  # the lowest folder has none to override
         upper = [entry for entry in _all_entries(stack[level]) if entry.overrides]
         if not upper:
             continue

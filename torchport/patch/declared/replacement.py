@@ -34,9 +34,7 @@ class Explained:
 
 
 def file_of(entry: Entry, reference: str) -> Path:
-    """Returns the path of the file that a reference `file.py:name` names, beside the entry's YAML; refuses a file that
-    does not exist, or a link out of the patches.
-    """
+    """Returns the path of the file in a `file.py:name`; refuses a missing file, and a link out of the patches."""
     path = entry.folder / reference.partition(":")[0]
     if not path.is_file():
         known = [file.name for file in sorted(entry.folder.glob("*.py"))]
@@ -49,9 +47,7 @@ def file_of(entry: Entry, reference: str) -> Path:
 
 
 def load(entry: Entry, reference: str) -> Any:
-    """Executes the file of a reference `file.py:name`, once for each content, and returns the function or class of that
-    name; raises ReplacementError if the file fails, or has no such name.
-    """
+    """Executes the file of a `file.py:name`, once for each content, and returns the function or class of that name."""
     path = file_of(entry, reference)
     name = reference.partition(":")[2]
     fact = f"'{path.name}' does not load for '{entry.id}'"
@@ -89,9 +85,7 @@ def module_of(path: Path, upstream: str, place: str, fact: str = "", **culprit: 
 
 @functools.cache
 def _execute(path: Path, name: str, source: bytes) -> types.ModuleType:
-    """Executes a file's source, and returns the module. The cache gives the same object for the same source: functions
-    that were new objects would miss the caches of jit.
-    """
+    """Executes a file's source, and returns the module. Cached: new function objects would miss the caches of jit."""
     module = types.ModuleType(name)
     module.__file__ = str(path)
     previous = sys.modules.get(name)
@@ -114,9 +108,7 @@ def file_digest(entry: Entry) -> str:
 
 
 def load_all(entries: Iterable[Entry]) -> dict[str, Any]:
-    """Loads the function or class of each entry, and returns them by the entry's id. Refuses a file that imports the
-    target of a patch, which is then imported too early.
-    """
+    """Returns each entry's function or class, by its id; refuses a file that imports a patch's target, too early."""
     chosen = list(entries)
     homes = {entry.module: entry for entry in chosen if entry.scope == "package" and entry.edits}
     loaded: dict[str, Any] = {}

@@ -26,10 +26,8 @@ def installed(distribution: str) -> str | None:
 
 def outcome(entry: Entry, probe: bool = True) -> str | None:
     """Returns in words why an entry is not needed; None if it has to be applied. Without `probe` the entry's probe is
-    not run, and its fault is assumed.
-
-    Raises:
-        UnsupportedError: The upstream that is installed is outside `fits`, and not outside `needed`.
+    not run, and its fault is assumed. Raises UnsupportedError if the upstream that is installed is outside `fits`, and
+    not outside `needed`.
     """
     ranges = {name: text for name, text in (entry.needed or {}).items() if name != "probe"}
     unaffected = _outside(ranges)
@@ -51,9 +49,9 @@ def outcome(entry: Entry, probe: bool = True) -> str | None:
 def _outside(ranges: Mapping[str, str]) -> str | None:
     """Returns in words the first distribution that is outside its range of versions; None if there is none."""
     for name, text in ranges.items():
-        version = installed(name)
         if text == "*":
             continue
+        version = installed(name)
         if version is None:
             return f"{name} {text} is asked for, and no version of it is known"
         try:

@@ -13,7 +13,7 @@ from torchport.errors import ConflictError, RewriteError, SignatureError, Target
 from torchport.patch import rewriting
 from torchport.patch.declared import Entry
 from torchport.patch.live import registry
-from torchport.patch.live.counted import Calls, Retire, counting, disguise_class, uncounted, wrapping
+from torchport.patch.live.counted import Calls, Retire, Wrapped, counting, disguise_class, uncounted
 from torchport.patch.live.target import (
     Slot,
     check_function,
@@ -61,11 +61,11 @@ class Recompiled:
     function: types.FunctionType
     old: types.CodeType
     new: types.CodeType
-    name: str
-    call: Callable[..., Any]
+    name: str  #: The global name by which the new code calls the replacement of the statements.
+    call: Callable[..., Any]  #: The function of that name.
 
     def stands(self) -> bool:
-        """Returns whether the function in the slot still calls the replacement of the statements."""
+        """Returns whether the function in the slot still makes the call."""
         is_called = self.name in self.function.__code__.co_names  # a later rewrite of the same function keeps the call
         makes_call = is_called and self.function.__globals__.get(self.name) is self.call
         return makes_call and any(function is self.function for function in layers(self.slot.place.current()))
@@ -91,7 +91,10 @@ def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) ->
     marks = {"register", "dispatch", "registry"}  # of `functools.singledispatch`
     is_dispatching = isinstance(slot.raw, types.FunctionType) and marks <= vars(slot.raw).keys()
     if entry.kind == "replace" and is_dispatching:  # only the default implementation changes, in the same dispatcher
-        slot, has_holders = Slot(slot.raw, slot.name, slot.raw.registry[object], True, slot.path, True), False
+        default = slot.raw.registry[object]
+        slot = Slot(slot.raw, slot.name, default, in_holder=True, path=slot.path, is_default=True)
+        # Whoever holds the dispatcher keeps it.
+        has_holders = False
     placed = _substitution(entry, slot, loaded, calls)
     placed.has_holders = has_holders
     try:
@@ -116,14 +119,13 @@ def _substitution(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed
     if entry.kind == "replace" and isinstance(original, type) is not isinstance(loaded, type):
         fact = f"{entry.target} is a {_word(original)}, and '{entry.reference}' a {_word(loaded)}"
         raise SignatureError(entry.place, fact, f"Write a {_word(original)}", patch=entry.id)
-    method = isinstance(slot.holder, type) and not isinstance(slot.raw, (staticmethod, type))
-    check_signature(entry, live_signature(original), loaded, method)
+    is_method = isinstance(slot.holder, type) and not isinstance(slot.raw, (staticmethod, type))
+    check_signature(entry, live_signature(original), loaded, is_method)
     if isinstance(original, type):
         return Placed(slot, loaded, stop=disguise_class(loaded, original, calls if entry.counted else None))
-    if entry.kind == "wrap":
-        call, retire = wrapping(loaded, original, calls if entry.counted else Calls(), entry.target)
-    else:
-        call, retire = (counting if entry.counted else uncounted)(loaded, calls, original, entry.target)
+    function = Wrapped(loaded, original) if entry.kind == "wrap" else loaded
+    make = counting if entry.counted else uncounted
+    call, retire = make(function, calls, original, entry.target)
     return Placed(slot, shaped_as(entry, slot.raw, call), retire)
 
 
@@ -136,8 +138,8 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
     slot = locate(entry, module)
     function = function_of(slot.raw, entry.module, statement_of(entry))
     if function is None or not slot.in_holder:
-        fact = f"{entry.target} is a {type(slot.raw).__name__}"
-        fact = fact + ", not a Python function" if slot.in_holder else f"{entry.target} is inherited"
+        kind = f"a {type(slot.raw).__name__}, not a Python function" if slot.in_holder else "inherited"
+        fact = f"{entry.target} is {kind}"
         raise RewriteError(entry.place, fact, "Name the function that has the statements", patch=entry.id)
     check_scope(entry, slot)
     check_function(entry, function)
@@ -153,8 +155,9 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
         ids = f"{earlier}, {entry.id}"
     filename = f"<torchport: {ids} in {home}>"
     new = rewriting.code(entry, edit.part, old, filename)
-    # Tracebacks and `inspect.getsource` show the text, though the file is on no disk. Unchanged lines are the home's
-    # own strings, to save memory: a module may have a thousand such texts.
+    # Tracebacks and `inspect.getsource` show the text, though the file is on no disk: None in place of its time keeps
+    # the entry. Unchanged lines are the strings of the original file, to save memory: a module may have a thousand such
+    # texts.
     pairs = zip(io.StringIO(edit.text).readlines(), linecache.getlines(old.co_filename), strict=False)
     linecache.cache[filename] = (len(edit.text), None, [was if was == line else line for line, was in pairs], filename)
     call, _ = counting(loaded, calls)

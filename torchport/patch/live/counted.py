@@ -38,11 +38,12 @@ CALLS, FUNCTION = "_torchport_calls", "_torchport_function"
 _ANY_CALL = [Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)]
 _COROUTINES = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE
 _SPECIAL_KINDS = _COROUTINES | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+_SIGNATURES = {"__wrapped__", "__signature__"}
 _ABSENT = object()
 
 
-class _Wrapped(functools.partial[Any]):
-    """A wrapper that gets its original as its first argument."""
+class Wrapped(functools.partial[Any]):
+    """A wrapper with its original, which it gets as its first argument."""
 
 
 def parts_of_substitutes() -> set[int]:
@@ -53,7 +54,7 @@ def parts_of_substitutes() -> set[int]:
         call = call_of(substitute) if issubclass(type(substitute), _Proxy) else substitute
         for cell in call.__closure__ or ():
             ids.add(id(cell))
-            if isinstance(cell.cell_contents, _Wrapped):
+            if isinstance(cell.cell_contents, Wrapped):
                 ids.update((id(cell.cell_contents), id(cell.cell_contents.args)))
         ids.add(id(call.__kwdefaults__))
     return ids
@@ -73,53 +74,55 @@ def counting(
     """
     original = function if original is None else original
     cells = types.CellType(calls), types.CellType(function)  # `retire` exchanges their contents
-    plain = _is_plain(original)
-    parameters = _shared_parameters(original, function) if plain else None
+    is_plain = _is_plain(original)
+    parameters = _shared_parameters(original, function) if is_plain else None
     # A call is passed on as it was made, since a wrapper may ask which arguments were given by name. The code has the
     # original's parameters only if `function` binds arguments as the original does.
     code = _code(tuple((p.name, p.kind) for p in (_ANY_CALL if parameters is None else parameters)))
-    substitute: Any = types.FunctionType(code, original.__globals__ if plain else globals(), code.co_name, None, cells)
-    signed = plain and parameters is None and not {"__wrapped__", "__signature__"} & vars(original).keys()
-    if plain:
-        # Tracebacks and `inspect` show the code of a replacement, and with a wrapper that of the original.
-        shown = function.__code__ if isinstance(function, types.FunctionType) else original.__code__
-        substitute.__code__ = code.replace(
-            co_filename=shown.co_filename,
-            co_firstlineno=shown.co_firstlineno,
-            co_name=original.__code__.co_name,
-            co_qualname=original.__code__.co_qualname,
-        )
+    if is_plain:
+        substitute = _plain_substitute(original, function, code, cells)
         substitute.__defaults__, substitute.__kwdefaults__ = _defaults(parameters, original)
         _disguise(substitute, original, name)
     else:
-        substitute = proxy(original, substitute, name)
-    # The code takes any call, so `inspect` needs the signature; both functions have one `__dict__`.
-    if signed:
-        vars(original)["__signature__"] = inspect.signature(original)
+        substitute = proxy(original, types.FunctionType(code, globals(), closure=cells), name)
+    # For code that takes any call `inspect` needs the signature, unless an attribute leads there already.
+    needs_signature = is_plain and parameters is None and vars(original).keys().isdisjoint(_SIGNATURES)
+    # The original gets it, too: both functions have one `__dict__`.
+    if needs_signature:
+        substitute.__signature__ = inspect.signature(original)
 
-    def retire(substitute: Any, original: Any) -> None:
-        cells[0].cell_contents, cells[1].cell_contents = Calls(), original
-        if plain:
-            substitute.__defaults__, substitute.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
-        if signed:
-            vars(original).pop("__signature__", None)
+    def retire(retired: Any, target: Any) -> None:
+        cells[0].cell_contents, cells[1].cell_contents = Calls(), target
+        # The code passes its defaults on to the target.
+        if is_plain:
+            retired.__defaults__, retired.__kwdefaults__ = target.__defaults__, target.__kwdefaults__
+        if needs_signature:
+            vars(target).pop("__signature__", None)
 
     registry.substitutes[id(substitute)] = substitute
     return substitute, retire
 
 
-def wrapping(
-    wrapper: Callable[..., Any], original: Callable[..., Any], calls: Calls, name: str | None = None
-) -> tuple[Callable[..., Any], Retire]:
-    """Returns a substitute that counts and calls `wrapper(original, ...)`, and a function that retires it."""
-    return counting(_Wrapped(wrapper, original), calls, original, name)
+def _plain_substitute(original: types.FunctionType, function: Any, code: types.CodeType, cells: Any) -> Any:
+    """Returns a function with this code, which tracebacks and `inspect` show as the code of `function`, a replacement,
+    or in place of a wrapper as that of the original.
+    """
+    shown = function.__code__ if isinstance(function, types.FunctionType) else original.__code__
+    code = code.replace(
+        co_filename=shown.co_filename,
+        co_firstlineno=shown.co_firstlineno,
+        co_name=original.__code__.co_name,
+        co_qualname=original.__code__.co_qualname,
+    )
+    return types.FunctionType(code, original.__globals__, closure=cells)
 
 
 def uncounted(
     function: Callable[..., Any], _: Calls, original: Any, name: str | None = None
 ) -> tuple[Callable[..., Any], Retire]:
     """Returns a substitute that adds no frame to a replacement's calls, and a function that retires it. The substitute
-    is a copy of the replacement; for a closure or another callable it is a counting one, whose count nobody reads.
+    is a copy of the replacement; for a closure or another callable it is a counting one, whose count nobody reads. The
+    parameters are those of `counting`.
     """
     if not (_is_plain(function) and _is_plain(original)) or function.__closure__:
         return counting(function, Calls(), original, name)
@@ -146,6 +149,7 @@ def _shared_parameters(original: types.FunctionType, function: Callable[..., Any
     """Returns the original's parameters, with the defaults of `function`; None if the two take arguments differently.
     Parameters `*args, **kwargs` are always returned: they take any call.
     """
+    # Without the original's `__dict__`: `inspect` would follow `__wrapped__` in it.
     bare = types.FunctionType(original.__code__, {}, "", original.__defaults__, original.__closure__)
     bare.__kwdefaults__ = original.__kwdefaults__
     ours, theirs = list(inspect.signature(bare).parameters.values()), live_signature(function)
@@ -191,7 +195,7 @@ def _defaults(parameters: list[Parameter] | None, original: types.FunctionType) 
 
 def _disguise(substitute: Any, original: types.FunctionType, name: str | None) -> None:
     """Gives a substitute the original's `__dict__` and names, by which it is pickled. If these names lead to the
-    original itself, the substitute is named by `name`, the target's `module:path`.
+    original itself, which pickle would refuse, the substitute is named by `name`, the target's `module:path`.
     """
     substitute.__dict__ = original.__dict__
     for attribute in (*functools.WRAPPER_ASSIGNMENTS, "__type_params__"):
@@ -213,17 +217,13 @@ def disguise_class(replacement: type, original: type, calls: Calls | None) -> Ca
     """
     values = {name: getattr(original, name) for name in ("__module__", "__name__", "__qualname__", "__doc__")}
     for name, value in vars(original).items():
-        if not (
-            name.startswith(("__", "_abc_"))
-            or callable(value)
-            or hasattr(value, "__get__")
-            or hasattr(replacement, name)
-        ):
+        is_special = name.startswith(("__", "_abc_"))
+        if not (is_special or callable(value) or hasattr(value, "__get__") or hasattr(replacement, name)):
             values[name] = value
     if calls is not None:
         values["__init__"], _ = counting(type.__getattribute__(replacement, "__init__"), calls)
     before = {name: vars(replacement).get(name, _ABSENT) for name in values}
-    before.update(__name__=replacement.__name__, __qualname__=replacement.__qualname__)
+    before.update(__name__=replacement.__name__, __qualname__=replacement.__qualname__)  # `vars` of a class lacks them
     for name, value in values.items():
         type.__setattr__(replacement, name, value)
 
@@ -275,6 +275,7 @@ class _Proxy:
 
 
 _OF_PROXY = {"__call__", "__get__", "__reduce_ex__", "__copy__", "__deepcopy__"}
+# These read a slot of a proxy: its `__getattribute__` would ask the original.
 _original, _name, call_of = (vars(_Proxy)[name].__get__ for name in ("_original", "_name", "_call"))
 
 
@@ -290,9 +291,9 @@ def proxy(original: Any, call: Callable[..., Any], name: str | None) -> _Proxy:
 @functools.cache
 def _class_of(kind: type) -> type[_Proxy]:
     """Returns a class for proxies of a type: Python looks in the class for special methods, as `__len__`, `__get__`."""
-    inherited = {*dir(_Proxy), "__class_getitem__", "__init_subclass__", "__subclasshook__"}
+    excluded = {*dir(_Proxy), "__class_getitem__", "__init_subclass__", "__subclasshook__"}
     special = {name: getattr(kind, name, None) for name in dir(kind) if name.startswith("__") and name.endswith("__")}
-    methods = {n: _forwarded(method) for n, method in special.items() if callable(method) and n not in inherited}
+    methods = {n: _forwarded(method) for n, method in special.items() if callable(method) and n not in excluded}
     method = inspect.getattr_static(kind, "__call__", None)
     if isinstance(method, types.FunctionType):
 

@@ -139,9 +139,7 @@ class Referrers:
     """What the garbage collector knows about the holders of objects."""
 
     def __init__(self, objects: list[Any], is_own: Callable[[Any], bool]) -> None:
-        """Finds the referrers of objects, and up to three levels of owners of each. A referrer for which `is_own` is
-        true is torchport's, and no holder.
-        """
+        """Finds the referrers of objects, and up to three levels of owners; `is_own` says which are torchport's."""
         thaw()
         self._subjects = {id(thing) for thing in objects}
         self._is_own = is_own
@@ -150,6 +148,7 @@ class Referrers:
         self._first = referrers_of(objects)
         self._owners: dict[int, list[Any]] = {}  #: What refers to a referrer, by the referrer's id.
         referrers = [r for r in self._first if not isinstance(r, _NEEDS_NO_OWNER) and not is_own(r)]
+        # The lists of this search refer to the same objects, and are no holders.
         lists = [referrers, self._first]
         for _ in range(3):  # the longest row is function, tuple, cell, object
             known = self._modules | self._owners.keys()
@@ -160,7 +159,6 @@ class Referrers:
                 self._owners[id(referrer)] = []
             referrers = referrers_of(frontier)
             lists += [frontier, referrers, *self._owners.values()]
-            # The lists of this search refer to the same objects.
             internal = {*map(id, lists), id(lists), id(self._owners)}
             for owner in referrers:
                 if id(owner) not in internal:
@@ -205,7 +203,7 @@ class Referrers:
         module = self._module_of(referrer)
         where = f"a {type(referrer).__name__}" + (f" of {module}" if module else "")
         places: list[Place | None] = [*self._places(referrer, thing)] or [None]
-        return [Holder(where, module, None, place, referrer) for place in places]
+        return [Holder(where, module, place=place, container=referrer) for place in places]
 
     def _module_of(self, referrer: Any, height: int = 3) -> str | None:
         """Returns the name of the module that a referrer or one of its owners belongs to; None if none does."""
@@ -222,14 +220,16 @@ class Referrers:
         if type(referrer) is tuple:
             indices = [index for index, value in enumerate(referrer) if value is thing]
             for whole in self._places_of(referrer):
-                yield from (whole and Place("in tuple", whole, index) for index in indices)
+                yield from (None if whole is None else Place("in tuple", whole, index) for index in indices)
         elif type(referrer) is staticmethod:
-            yield from (whole and Place("in static method", whole) for whole in self._places_of(referrer))
+            for whole in self._places_of(referrer):
+                yield None if whole is None else Place("in static method", whole)
         elif isinstance(referrer, set):
             yield Place("member", referrer)
         elif isinstance(referrer, dict) and classes:
             names = [name for name, value in list(vars(classes[0]).items()) if value is thing]
             yield from (Place("attribute", classes[0], name) for name in names)
+        # The other kinds of `_OWNED` cannot be changed.
         elif not isinstance(referrer, _OWNED) or isinstance(referrer, (dict, list)):
             yield from _places_in(referrer, thing)
 

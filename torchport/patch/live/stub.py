@@ -32,7 +32,7 @@ class Stub(types.ModuleType):
         self.__dict__["_keep"] = keep
 
     def __getattr__(self, name: str) -> Stub:
-        """Makes and keeps a stub of a name in this one: `flash.ops` of `flash`; there are no special names."""
+        """Makes and keeps a stub of a name in this one: `flash.ops` of `flash`. A special name raises."""
         if name.startswith("__"):
             raise AttributeError(name)
         child = Stub(f"{self.__name__}.{name}", self.__dict__["_entry"], self.__dict__["_keep"])
@@ -58,8 +58,8 @@ class Stub(types.ModuleType):
         error = StubCalledError(
             f"{caller.f_code.co_filename}:{caller.f_lineno}",
             f"{self.__name__} is {how}, and '{entry.id}' ({entry.place}) only stands in for it",
-            f"Install {self.__name__.partition('.')[0]}, or write a patch for {name}. The original has the "
-            "patches alone that the card names under 'original'",
+            f"Install {self.__name__.partition('.')[0]}, or write a patch for {name}. The original backend "
+            "applies only the patches that the card lists under 'original'",
             patch=entry.id,
         )
         self.__dict__["_keep"](error)
@@ -77,6 +77,7 @@ class _Server:
     def __call__(self, name: str, scope: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         """Serves an import of a stubbed package; all others go to Python's own `__import__`."""
         package = name.partition(".")[0]
+        # A `level` makes the import relative.
         if level or package not in self.stubs:
             return builtins.__import__(name, scope, local, fromlist, level)
         stub, calls = self.stubs[package]
@@ -108,7 +109,7 @@ def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> C
         prepare = functools.partial(_exchange_import, server, undos)
         if name in sys.modules:
             prepare(sys.modules[name])
-        undos.callback(hook.arm(name, prepare, "before"))
+        undos.callback(hook.arm(name, prepare, when="before"))
     return undos.close
 
 

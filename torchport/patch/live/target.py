@@ -60,7 +60,7 @@ def locate(entry: Entry, module: types.ModuleType) -> Slot:
         raw, in_holder = _find(holder, name)
         if raw is ABSENT:
             walked = entry.module + ":" + ".".join(entry.path[:depth]) if depth else entry.module
-            known = [name for name in getattr(holder, "__dict__", {}) if not name.startswith("__")]
+            known = [key for key in getattr(holder, "__dict__", {}) if not key.startswith("__")]
             fact, remedy = f"'{entry.id}' finds no '{name}' in {walked}", nearest(name, known)
             if len(remedy) > 200:
                 remedy = "Look the target up in the upstream that is installed"
@@ -96,12 +96,12 @@ def check_function(entry: Entry, function: types.FunctionType) -> None:
 
 def _find(holder: Any, name: str) -> tuple[Any, bool]:
     """Returns a holder's or its bases' object of a name, or `ABSENT`, and whether the holder has the name itself."""
-    names = getattr(holder, "__dict__", {}) if not isinstance(holder, type) else vars(holder)
+    names = vars(holder) if isinstance(holder, type) else getattr(holder, "__dict__", {})
     if name in names:
         return names[name], True
-    classes = holder.__mro__[1:] if isinstance(holder, type) else type(holder).__mro__
     if isinstance(holder, types.ModuleType):
         return ABSENT, False
+    classes = holder.__mro__[1:] if isinstance(holder, type) else type(holder).__mro__
     for base in classes:
         if name in vars(base):
             return vars(base)[name], False
@@ -149,8 +149,8 @@ def layers(raw: Any) -> Iterator[Any]:
 
 
 def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionType | None:
-    """Returns the function that `node`, a `def` in `module`, made, from under its decorators. If no function there is
-    from this `def`, the outermost one, or None. Without a `def` in the source the innermost one by `__wrapped__`.
+    """Returns the function under the decorators in `raw` that comes from `node`, a `def` in `module`. If no function
+    does, returns the outermost, or None without a function. If `node` is no `def`, the first without `__wrapped__`.
     """
     functions = [layer for layer in layers(raw) if isinstance(layer, types.FunctionType)]
     if not isinstance(node, Function):

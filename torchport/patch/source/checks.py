@@ -189,7 +189,7 @@ def _check_rewrite(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any
 
     text = texts.get(entry.module, source.text)
     parameters = rewriting.parameters(entry, loaded)
-    texts[entry.module] = rewriting.edit(entry, text, node.lineno, find, parameters, source.text).text
+    texts[entry.module] = rewriting.edit(entry, text, node.lineno, find, parameters, home=source.text).text
 
 
 def live_signature(function: Any) -> Signature | None:
@@ -220,7 +220,7 @@ def check_signature(entry: Entry, target: Signature | None, loaded: Callable[...
             p.replace(annotation=Parameter.empty, default=p.default if p.default is Parameter.empty else ...)
             for p in target.parameters.values()
         ]
-        untyped = str(Signature(bare)).replace("=Ellipsis", "=...")
+        untyped = str(Signature(bare)).replace("=Ellipsis", "=...")  # as a `def` writes it
         fact = f"'{entry.reference}' {lacking}, unlike {entry.target}{untyped}"
         remedy = "Give it the target's parameters, in its order and with defaults where it has them"
         raise SignatureError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
@@ -231,6 +231,7 @@ def _lacking(target: Signature, ours: Signature, method: bool) -> str | None:
     theirs, mine = list(target.parameters.values()), list(ours.parameters.values())
     kinds = {parameter.kind for parameter in mine}
     positional = [parameter for parameter in mine if parameter.kind in POSITIONAL]
+    # The replacement's parameters that take a parameter of the target.
     used: set[str] = set()
     for index, parameter in enumerate(p for p in theirs if p.kind in POSITIONAL):
         match = positional[index] if index < len(positional) else None

@@ -60,9 +60,7 @@ def _with_versions(row: LockRow, entry: Entry, revision: Callable[[Path], git.Re
 
 
 def _by_module(keys: dict[str, str]) -> dict[str, str]:
-    """Returns hashes as the lock file has them: `{"up:f": "0c41d2aa", "up:g": "77aa01b2"}` -> `{"up": "f:0c41d2aa
-    g:77aa01b2"}`.
-    """
+    """Returns hashes as a lock file has them: `{"up:f": "0c41", "up:g": "77aa"}` -> `{"up": "f:0c41 g:77aa"}`."""
     result: dict[str, str] = {}
     for name, key in sorted(keys.items()):
         module, _, path = name.partition(":")
@@ -71,9 +69,7 @@ def _by_module(keys: dict[str, str]) -> dict[str, str]:
 
 
 def _hashes(row: LockRow) -> dict[str, str]:
-    """Returns the hashes of the definitions that a lock row relies on: `{"up": "f:0c41d2aa g:77aa01b2"}` ->
-    `{"up:f": "0c41d2aa", "up:g": "77aa01b2"}`.
-    """
+    """Returns the hashes that a row relies on: `{"up": "f:0c41 g:77aa"}` -> `{"up:f": "0c41", "up:g": "77aa"}`."""
     parts = ((module, part.rpartition(":")) for module, text in row.relies_on.items() for part in text.split())
     return {f"{module}:{path}": short_hash for module, (path, _, short_hash) in parts}
 
@@ -106,8 +102,9 @@ def _hash_in_words(name: str, source: SourceFile, node: ast.stmt, why: str) -> t
     """
     home = home_of(name)
     with parsing.nesting(source.shown, node.lineno):
+        nodes = bindings(source, home[1])
         # Of a loop or condition the first line alone counts.
-        texts = ["".join(_plain_text(bound, isinstance(bound, DEFINITIONS))) for bound in bindings(source, home[1])]
+        texts = ["".join(_plain_text(bound, blocks=isinstance(bound, DEFINITIONS))) for bound in nodes]
         key = _hash("\0".join([*texts, *uses(home)]), 8)
     return key, f" ({source.shown}:{node.lineno}), {why},"
 
@@ -155,7 +152,7 @@ def _differences(entry: Entry, row: LockRow, fresh: LockRow) -> list[str]:
             changed.append(f"{name}{words} {'is gone' if key == _GONE else 'changed'}")
     lines += _first_four(changed + new)
     source = source_of(entry)
-    if row.tree != fresh.tree and isinstance(source, SourceFile):
+    if row.tree != fresh.tree and source is not None:
         node = source.where(entry.path).node
         lines += _first_four(changes(row.statements.split(), node, source.text) if node is not None else [])
     return lines
@@ -168,13 +165,11 @@ def _first_four(lines: list[str]) -> list[str]:
 def _refusal(entry: Entry, locked: Locked, difference: str) -> DriftError:
     versions = " or ".join(row.seen_at_in_words() for row in locked.rows)
     fact = f"{entry.target} is not what '{entry.id}' was reviewed against ({versions}): {difference}"
-    remedy = (
-        f"Review the patch, then run: torchport patches lock {entry.upstream} "
-        "(with the --path and --upstream-path that are used here)"
-    )
+    command = f"torchport patches lock {entry.upstream} (with the --path and --upstream-path that are used here)"
+    remedy = f"Review the patch, then run: {command}"
     commits = [row.seen_at_in_words() for row in locked.rows if row.seen_at_in_words().startswith("commit ")]
     if commits:
-        remedy = f"Check out {commits[-1]}. Or review the patch, and run{remedy.partition('run')[2]}"
+        remedy = f"Check out {commits[-1]}. Or review the patch, and run: {command}"
     return DriftError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
@@ -186,10 +181,11 @@ def lock(entries: Sequence[Entry], write: bool = True) -> list[str]:
         A line for each target that is new, changed or dropped; empty if the lock files need no change.
     """
     changed: list[str] = []
-    for entry, target in ((user, target) for user in entries for target in user.relies_on):
-        if definition(home_of(target)) is None:
-            fact, remedy = f"'{entry.id}' relies on {target}, which is not in the source", "Name what it calls there"
-            raise TargetError(entry.place, fact, remedy, patch=entry.id, target=target)
+    for entry in entries:
+        for target in entry.relies_on:
+            if definition(home_of(target)) is None:
+                fact = f"'{entry.id}' relies on {target}, which is not in the source"
+                raise TargetError(entry.place, fact, "Name what it calls there", patch=entry.id, target=target)
     for folder in dict.fromkeys(entry.folder for entry in entries):
         chosen = [entry for entry in entries if entry.folder == folder and entry.edits]
         after, lines = _new_lock(read_lock(folder), chosen)
@@ -257,9 +253,7 @@ def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
 
 
 def _rows(old: Sequence[LockRow], fresh: LockRow) -> list[LockRow]:
-    """Returns a target's rows with a row for its source now: in place of the old row of the same source, or at the end.
-    Old rows that this one supersedes are left out.
-    """
+    """Returns the rows with the fresh one in place of its equal, or at the end, and without rows that it supersedes."""
     same = next((row for row in old if _same(row, fresh)), None)
     if same is not None and not _says_more(fresh, same):
         fresh = fresh.model_copy(update={"versions": same.versions, "commit": same.commit, "dirty": same.dirty})
@@ -341,6 +335,7 @@ class HashedPart:
         if isinstance(self.last, ast.stmt) and getattr(self.last, "body", None):  # of an `if` or `for`, the head alone
             line, column = self.last.body[0].lineno, self.last.body[0].col_offset  # type: ignore[attr-defined]
         rows = text.encode().split(b"\n")[self.first.lineno - 1 : line]
+        # The last row first: it may be the only row.
         rows[-1] = rows[-1][:column]
         rows[0] = rows[0][self.first.col_offset :]
         words = self.mark + " ".join(b"\n".join(rows).decode(errors="replace").split())
@@ -372,8 +367,9 @@ def _without_docstring(node: ast.AST, block: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _plain_text(node: object, blocks: bool = True) -> Iterator[str]:
-    """Yields the pieces of a syntax tree's text to hash, without formatting, annotations and docstrings; `blocks` are
-    optional. Pieces, since a generator takes one frame for each level of the tree, and a long chain of `elif` is deep.
+    """Yields the text of a syntax tree to hash, in pieces: without formatting, annotations and docstrings, and unless
+    `blocks` without the statements inside a statement. A generator takes one frame for each level of the tree, and a
+    long chain of `elif` is deep.
 
     `x = 1` is `(Assign targets=[(Name id=str:'x'),] value=(Constant value=int:1))`.
     """
@@ -392,7 +388,7 @@ def _plain_text(node: object, blocks: bool = True) -> Iterator[str]:
         is_block = field in _BLOCKS and isinstance(value, list)
         if field in _SKIPPED and not (field == "annotation" and isinstance(node, ast.AnnAssign)):
             continue
-        if value is None and not isinstance(node, ast.Constant):
+        if value is None and not isinstance(node, ast.Constant):  # an empty field, as `[]` below
             continue
         if value == [] or (is_block and not blocks):
             continue

@@ -43,7 +43,7 @@ class Proposal:
     """An entry to paste."""
 
     text: str  #: The entry as YAML, a list with one item. It follows the schema.
-    names: str
+    names: str  #: The file that it goes into, as a card lists it: `up/tracing`.
     #: The Python to write beside it, as `forward_12(x, mask), which returns y`; empty for a stub.
     write: str = ""
     #: The entry's fields; those that every entry has are left out.
@@ -130,7 +130,7 @@ def statement(source: SourceFile, line: int, why: str, file: str = "tracing") ->
     """
     with parsing.nesting(source.shown, line):
         spot = _spot(source.tree, line)
-        origin = None if spot is None else _origin(spot)
+        origin = None if spot is None else _origin(spot)  # the assignment of the name that an `if` tests
         if origin is not None:
             spot, line = origin, origin.statement.lineno
         if spot is None or not "".join([source.module, *spot.names]).isascii():
@@ -155,7 +155,8 @@ def _proposed(source: SourceFile, spot: _Spot, line: int, why: str, file: str) -
             gives = change.get("gives", sorted(names_bound([spot.statement])))
             returns = "what the statement returns" if isinstance(spot.statement, ast.Return) else ", ".join(gives)
             write = f"{name}({', '.join(parameters)}){f', which returns {returns},' if returns else ''}"
-            return Proposal(written(candidate, home), f"{home}/{file}", write, candidate, parameters, returns)
+            text, names = written(candidate, home), f"{home}/{file}"
+            return Proposal(text, names, write, fields=candidate, parameters=parameters, gives=returns)
     write = f"{name}({ast.unparse(spot.function.args)}), which does what the function does,"
     replaced = {**fields, "replace": f"{file}.py:{name}"}
     return Proposal(written(replaced, home), f"{home}/{file}", write, replaced)
@@ -219,6 +220,7 @@ def _origin(spot: _Spot) -> _Spot | None:
 
 
 def _rewrites(spot: _Spot, function: str) -> Iterator[dict[str, Any]]:
+    """Yields the `rewrite` fields that replace a statement by a call, the most readable `match` first."""
     inside = names_bound([spot.statement])
     after = sorted(read_after(spot.function, spot.chain, spot.block, spot.index + 1) & inside)
     for match in _matches(spot.statement):
