@@ -50,6 +50,7 @@ def test_functions_are_followed_to_any_depth_with_who_uses_them(world):
         "import up.a\ndef f(): return up.a.g()\n",
         "import up.a as it\ndef f(): return it.g()\n",
         "from up import g\ndef f(): return g()\n",
+        "from up.star import g as h\ndef f(): return h()\n",
         "from up.a import *\ndef f(): return g()\n",
         "from up.deep import a\ndef f(): return a.g()\n",
         "import up.deep.b\ndef f(): return up.deep.b.g()\n",
@@ -61,6 +62,7 @@ def test_functions_are_followed_to_any_depth_with_who_uses_them(world):
 def test_a_name_is_found_wherever_its_package_defines_it(world, text):
     world.write("up/__init__.py", "from .a import g\n")
     world.write("up/a.py", "def g(): return 1\n")
+    world.write("up/star.py", "from .a import *\n")
     world.write("up/deep/b.py", "from ..a import g\n")
     world.write("up/deep/__init__.py", "from .. import a\n")
     world.write("up/m.py", text)

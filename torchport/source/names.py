@@ -284,12 +284,12 @@ class Lookup:
         """Yields the definitions to which a chain of names leads, if this import binds the first of them."""
         for alias in node.names:
             if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == chain[0]:
-                home = source.imported_from(node)
+                home, as_there = source.imported_from(node), (alias.name, *chain[1:])
                 known = _source(home)
                 if known is not None and alias.name in known.names:
-                    yield from self.names(home, (alias.name, *chain[1:]))
+                    yield from self.names(home, as_there)
                 else:
-                    yield from self._in_module(f"{home}.{alias.name}", chain[1:]) or self.names(home, chain)
+                    yield from self._in_module(f"{home}.{alias.name}", chain[1:]) or self.names(home, as_there)
             elif isinstance(node, ast.Import) and bound_name(alias) == chain[0]:
                 yield from self._in_module(alias.name if alias.asname else chain[0], chain[1:])
 
