@@ -89,8 +89,8 @@ class Unfinished:
             fact = f"A run with {key} {earlier!r} was stopped here, and this one has {current!r}"
             raise ArtefactForeignError(str(file), fact, remedy, key=key)
         if manifest.inputs != dict(shas):
-            earlier = {str(name): sha for name, sha in manifest.inputs.items()}
-            other = next((name for name, sha in shas.items() if earlier.get(name) != sha), "encode")
+            digests = {str(name): sha for name, sha in manifest.inputs.items()}
+            other = next((name for name, sha in shas.items() if digests.get(name) != sha), "encode")
             what = "other embeddings" if other == "encode" else f"another '{other}'"
             raise ArtefactForeignError(str(file), f"The run that was stopped here had {what}", remedy)
         done, total = manifest.done, self.task.settings.steps
@@ -191,7 +191,8 @@ def _difference(
     earlier |= {"jit": manifest.jit, "xla flags": manifest.xla_flags and manifest.xla_flags.model_dump()}
     current |= {key.replace("_", " "): value for key, value in task.request.execution.row(task.machine).items()}
     code = leaves({"card": manifest.card, "code": manifest.code})
-    earlier, current = earlier | code, current | dict.fromkeys(code) | leaves(task.code(stage))
+    earlier |= code
+    current |= dict.fromkeys(code) | leaves(task.code(stage))  # None for code that is gone
     earlier |= {f"version of {name}": version for name, version in manifest.versions.items()}
     current |= {f"version of {name}": version for name, version in versions().items()}
     if upstream is not None and manifest.upstream is not None:
