@@ -183,7 +183,9 @@ def alone(
     """
 
     def run(x: jax.Array, cos: jax.Array, sin: jax.Array, *gains: jax.Array) -> jax.Array:
-        norm = Norm(gains[0], gains[1] if bias else None, 1e-6, bool(centred), not centred) if gains else None
+        norm = None
+        if gains:
+            norm = Norm(gains[0], gains[1] if bias else None, eps=1e-6, centred=bool(centred), twice=not centred)
         return norm_rotary(x, norm, cos, sin, Heads(size, padded, groups))
 
     table = jax.ShapeDtypeStruct((tokens, size), jnp.float32)
@@ -244,7 +246,7 @@ def _statistics(columns: list[jax.Array], norm: Norm, heads: Heads) -> tuple[jax
     """Returns mean and reciprocal deviation [rows, 1 or 128], of each head or of all heads; an RMSNorm's mean is None.
     `columns` are features [rows, 128] that are normalised together: the registers of all heads, or a single register.
     """
-    count, over_all = norm.weight.shape[0], norm.is_over_all(heads.size)
+    count, over_all = norm.weight.shape[0], norm.is_over_all(heads.size)  # padding does not count
     lane = lax.broadcasted_iota(jnp.int32, columns[0].shape, 1)
 
     def total(parts: list[jax.Array]) -> jax.Array:

@@ -56,7 +56,9 @@ def scaled_dot_product_attention(
             is_same = math.prod(attn_mask.shape[:-3]) == 1  # for all samples: copies of it would take memory
             attn_mask = _one_batch(attn_mask, (1,) * len(batch) if is_same else batch)
         query, key, value = (_one_batch(x, batch) for x in (query, key, value))
-        folded = scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+        folded = scaled_dot_product_attention(
+            query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
         return folded.reshape(*batch, *folded.shape[1:])
     q, k, v = (_with_four_dims(x) for x in (query, key, value))
     if enable_gqa:
@@ -118,15 +120,12 @@ def _one_batch(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 
 
 def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float | None) -> jax.Array:
-    """Returns attention under a mask over keys: valid keys are moved to the front, and their number becomes a length.
-
-    If the mask differs by head, each head becomes a sample.
-    """
+    """Returns attention under a mask over keys: valid keys move to the front, and their number becomes a length."""
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     mask = _with_four_dims(mask)
     mask = jnp.broadcast_to(mask[:, :, 0], (batch, heads if mask.shape[1] > 1 else 1, keys))
-    if mask.shape[1] > 1:
+    if mask.shape[1] > 1:  # each head becomes a sample
         q, k, v = (x.reshape(batch * heads, 1, *x.shape[2:]) for x in (q, k, v))
     valid_BT = mask.reshape(-1, keys)
     order = jnp.argsort(~valid_BT, axis=1, stable=True)[:, None, :, None]

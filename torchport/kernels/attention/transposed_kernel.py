@@ -197,10 +197,7 @@ class Softmax:
                 refs.heads[g] = jnp.where(is_of_head, q, jnp.zeros_like(q))
 
     def multiply_keys(self, keys: jax.Array, cell: Cell) -> None:
-        """Multiplies keys [C, W] with a cell's queries, and stores the result for `add_values`.
-
-        The result are probabilities under a bound of the scores, and scores without a bound.
-        """
+        """Multiplies keys [C, W] with a cell's queries, and stores scores, or probabilities under a bound of scores."""
         head, start, count = cell
         s = self._scores(keys, cell)
         if self.plan.bounded:

@@ -157,7 +157,8 @@ def _by_kernel(
     bias = jnp.zeros(weight.shape[0], jnp.float32) if bias is None else bias
     run = functools.partial(kernel.convolved, conv, interpret=context.interpret)
     empty = jnp.zeros((2, height, width, weight.shape[0]), jnp.float32)
-    lead, carry = operands.lead, empty if operands.carry is None else operands.carry
+    lead = operands.lead
+    carry = empty if operands.carry is None else operands.carry
     is_first = jnp.asarray(operands.carry is None if operands.first is None else operands.first).reshape(1)
     if count == 1:
         out, kept = run(x, sides, weights, bias, dataclasses.replace(operands, carry=carry, first=is_first))

@@ -185,10 +185,8 @@ def _weight_parts(x: jax.Array, count: int) -> list[jax.Array]:
 
 
 def _phase(weight: jax.Array, dim: int, phase: int) -> jax.Array:
-    """Returns the two taps along a dim that compute phase 0 or 1, the first or second of two upsampled rows or columns.
-
-    Two of the three taps meet copies of the same position, and are added up.
-    """
+    """Returns the two taps along a dim that compute phase 0 or 1: the first or second of two upsampled positions."""
+    # Two of the three taps meet copies of the same position, and are added up.
     first, middle, last = jnp.split(weight, 3, dim)
     return jnp.concatenate([first + middle, last] if phase else [first, middle + last], dim)
 
@@ -314,10 +312,7 @@ def _carry_block(conv: Conv) -> pl.BlockSpec:
 
 
 def _outputs(conv: Conv) -> tuple[list[pl.BlockSpec], list[jax.ShapeDtypeStruct]]:
-    """Returns block specs and shapes of the kernel's outputs: the video, and with chunks the next chunk's carry.
-
-    An upsampled video is [H, 2, W, 2, T, D].
-    """
+    """Returns block specs and shapes of the kernel's outputs: the video, and with chunks the next chunk's carry."""
     block = min(conv.block, conv.outputs)
 
     def upsampled(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
