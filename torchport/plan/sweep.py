@@ -186,6 +186,7 @@ def lines(swept: Sweep) -> list[str]:
     text += table(rows, left=3)
     text += [f"failed: {choice.strategy}, {choice.mesh_text}: {error}" for choice, error in swept.failed]
     text += [f"skipped: {choice.strategy}, {choice.mesh_text}: {error}" for choice, error in swept.skipped]
-    for _, job in swept.planned[:1]:  # all plans assume the same
+    # All plans assume the same.
+    for _, job in swept.planned[:1]:
         text += [*(f"lossy: {reason}" for reason in job.lossy), f"assumed: {'; '.join(job.assumptions)}"]
     return text

@@ -134,18 +134,15 @@ def steps(
         timestep: Any = None,
         kept: family.Kept | None = None,
     ) -> None:
-        """Checks the state after step `number`, saves it every few steps and before a stop, and stops if requested.
-
-        Args:
-            kept: Returns further tensors to save, such as those of a step cache.
-        """
+        """Checks the state after step `number`, saves it every few steps and before a stop, and stops if requested."""
         _check_finite(task, stage, number, state, timestep)
         if task.job.keep_steps:
             unfinished.keep(number, state, facts())
         if number < total:
             stop = stopping.is_requested()
             if stop or number % task.job.save_every == 0:
-                unfinished.save(number, {**state, **(kept() if kept is not None else {})}, facts())
+                further = kept() if kept is not None else {}  # such as the tensors of a step cache
+                unfinished.save(number, {**state, **further}, facts())
             if stop:
                 stopping.stop(task.folder, f"after step {number} of {total}")
 

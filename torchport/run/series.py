@@ -409,7 +409,7 @@ def _attempt(video: Video, work: Callable[[], None], loaded_stage: path.StageAtH
             work()
     except OF_ONE_VIDEO as error:
         is_loading = loaded_stage is not None and loaded_stage.is_loading
-        if not _is_everywhere(error) or hosts.from_first(lambda: is_loading):
+        if not _is_everywhere(error) or hosts.from_first(lambda: is_loading):  # the same on all processes
             raise
         video.fail(error)
 

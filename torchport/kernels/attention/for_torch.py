@@ -188,4 +188,4 @@ def _by_head(stream: Stream, heads: int) -> tuple[torch.Tensor, torch.Tensor, to
         by_head = x.reshape(*x.shape[:2], heads, -1)
         return by_head if norm is None or is_over_all else norm(by_head).to(x.dtype)
 
-    return parted(stream.q, stream.norm_q), parted(stream.k, stream.norm_k), parted(stream.v, None)
+    return parted(stream.q, stream.norm_q), parted(stream.k, stream.norm_k), parted(stream.v, norm=None)

@@ -143,7 +143,8 @@ def norm_rotary(
         sizes = {"batch": count, "tokens": tokens, "features": features, "groups": heads.groups, "size": heads.size}
         arguments = {**sizes, "padded": heads.padded, **{name: int(value) for name, value in kind.items()}}
         moved = 2 * x_BSF.nbytes // batch * count + count * sum(table.nbytes for table in tables)
-        note(Pass("norm_rotary", f"{__name__}:alone", arguments, (count * (tokens // rows),), moved))
+        loops = (count * (tokens // rows),)  # over the grid alone
+        note(Pass("norm_rotary", f"{__name__}:alone", arguments, loops=loops, bytes=moved))
     table = pl.BlockSpec((rows, LANES), lambda b, i: (i, 0))
     call = pl.pallas_call(
         functools.partial(_kernel, norm, heads),

@@ -37,7 +37,6 @@ def scaled_dot_product_attention(
         query: [..., S, D], two dims or more; the dim before S is that of the heads.
         key: [..., T, D]; a batch or head dim of 1 stands for all of the queries', and the other way round.
         attn_mask: bool or float, broadcast to [..., S, T].
-        dropout_p: 0.
 
     Returns:
         [..., S, D]; 0 for a query that sees no key.
@@ -69,9 +68,8 @@ def scaled_dot_product_attention(
         jnp.broadcast_to(x, [*(m if n == 1 else n for n, m in zip(x.shape[:2], lead, strict=True)), *x.shape[2:]])
         for x in (q, k, v)
     )
-    size = v.shape[3]
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    widest = max(q.shape[3], size)  # zeros change no product
+    widest = max(q.shape[3], v.shape[3])  # zeros change no product
     q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, widest - x.shape[3]))) for x in (q, k, v))
     if attn_mask is None:
         output = attention(q, k, v, scale=scale, causal=is_causal)
@@ -79,7 +77,7 @@ def scaled_dot_product_attention(
         output = _over_valid_keys(q, k, v, attn_mask, scale)
     else:
         output = attention(q, k, v, scale=scale, mask=_full_mask(attn_mask, q.shape, k.shape[2]))
-    return output[..., :size].reshape(*output.shape[4 - dims : 3], size)
+    return output[..., : value.shape[-1]].reshape(*output.shape[4 - dims : 3], value.shape[-1])
 
 
 def _batch_dims(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> tuple[int, ...]:

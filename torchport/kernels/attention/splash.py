@@ -48,7 +48,7 @@ def _mask(queries: int, keys: int, left: int | None, right: int | None) -> Any:
         return splash_attention_mask.FullMask((queries, keys))
     if (left, right) == (None, 0):
         return splash_attention_mask.CausalMask((queries, keys))
-    return splash_attention_mask.LocalMask((queries, keys), (left, right), 0)
+    return splash_attention_mask.LocalMask((queries, keys), (left, right), offset=0)
 
 
 def _check_tile(tile: SplashTile) -> None:

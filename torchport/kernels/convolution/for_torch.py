@@ -207,8 +207,8 @@ def unfolded(
     times = 2 if makes_frames else 1
     out = _by_position(hidden_BCTHW, times) + _by_position(shortcut_BCTHW.repeat_interleave(repeats, dim=1), times)
     if makes_frames:
-        first = _by_position(hidden_BCTHW, 1)[:, :, :, :, : hidden_BCTHW.shape[1] // 8]
-        first = first + _by_position(shortcut_BCTHW, 1).repeat_interleave(repeats // 2, dim=4)
+        first = _by_position(hidden_BCTHW, times=1)[:, :, :, :, : hidden_BCTHW.shape[1] // 8]
+        first = first + _by_position(shortcut_BCTHW, times=1).repeat_interleave(repeats // 2, dim=4)
         out = torch.where(is_first(shortcut_BCTHW), first, out)
     out = out.permute(0, 4, 5, 1, 6, 2, 7, 3)
     batch, channels, frames, _, height, _, width, _ = out.shape
@@ -325,13 +325,9 @@ def _scan_chunks(layer: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> 
 
 
 def through(layers: Sequence[Layer], last: Layer, x_BCTHW: torch.Tensor) -> torch.Tensor:
-    """Applies layers and then `last` to a video; from the last layer that adds frames on, in chunks of time.
-
-    Args:
-        layers: A layer that adds frames has an attribute `add_temporal_upsample` that is true.
-    """
-    makes_frames = [n for n, layer in enumerate(layers) if getattr(layer, "add_temporal_upsample", False)]
-    count = makes_frames[-1] if makes_frames else 0
+    """Applies layers and then `last` to a video; from the last layer that adds frames on, in chunks of time."""
+    adding = [n for n, layer in enumerate(layers) if getattr(layer, "add_temporal_upsample", False)]
+    count = adding[-1] if adding else 0
 
     def run(layers: Sequence[Layer], x: torch.Tensor) -> torch.Tensor:
         return functools.reduce(lambda value, layer: layer(value), layers, x)

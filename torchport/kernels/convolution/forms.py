@@ -168,12 +168,12 @@ def _by_kernel(
         # [H, W, T, C] as [calls, H, W, frames of a call, C].
         return jnp.moveaxis(array.reshape(*array.shape[:2], count, conv.frames, -1), 2, 0)
 
-    def call(kept: jax.Array, frames: Any) -> tuple[jax.Array, jax.Array]:
+    def call(kept: jax.Array, item: Any) -> tuple[jax.Array, jax.Array]:
         """Calls the kernel on some frames, with the carry of the frames before them; returns carry and output."""
-        number, x, sides, chunk = frames
+        number, x, sides, framed = item
         left = None if lead is None else lead - number * conv.frames
-        chunk |= {"gains": operands.gains, "carry": kept, "first": is_first & (number == 0), "lead": left}
-        out, after = run(x, sides, weights, bias, Operands(**chunk))
+        options = Operands(**framed, gains=operands.gains, carry=kept, first=is_first & (number == 0), lead=left)
+        out, after = run(x, sides, weights, bias, options)
         return (kept if after is None else after), out
 
     framed = {"residual": operands.residual, "scale": operands.scale, "shift": operands.shift}

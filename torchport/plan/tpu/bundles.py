@@ -172,7 +172,7 @@ def _read_regions(file: Path) -> Region:
     skips = {(at + after, to, "predicated") for at, to in jumps if to > at + after}
     # If a loop and a skip begin at one bundle, the loop lies in the skipped region.
     spans = deque(sorted(loops | skips, key=lambda span: (span[0], -span[1], span[2] == "loop")))
-    root = _nest("kernel", 0, len(bundles), 0, spans)
+    root = _nest("kernel", start=0, end=len(bundles), depth=0, spans=spans)
     # The depth at the beginning of each loop.
     by_marks = {at: bundle.depth for at, bundle in enumerate(bundles) if "LB" in bundle.marks}
     by_branches = {start: sum(first <= start < last for first, last, _ in loops) for start, _, _ in loops}
@@ -348,7 +348,7 @@ def executed(kernel: KernelBundles, trips: Trips, slot: str | None = None) -> in
             at = part.end
         return total + times * int(weights[at : region.end].sum())
 
-    return count(kernel.root, 1)
+    return count(kernel.root, times=1)
 
 
 def _loops(kernel: KernelBundles) -> list[Region]:

@@ -209,7 +209,7 @@ class HloProgram:
 
     def underestimated(self) -> list[InstructionRuns]:
         """Returns the instructions whose arithmetic takes longer than the estimate, the largest difference first."""
-        raised = [run for run in self._priced(None) if run.cycles > run.estimated]
+        raised = [run for run in self._priced(computation=None) if run.cycles > run.estimated]
         return sorted(raised, key=lambda run: run.estimated - run.cycles)
 
     def unpriced(self) -> list[InstructionRuns]:
@@ -507,6 +507,7 @@ class _HloReader:
             raise self.refusal(f"%{name} has no opcode")
         ends = self.close(text, opening.end())
         opcode, inside = opening[1], text[opening.end() + 1 : ends - 1]
+        # Each part is `name=value`.
         attributes = dict(part.partition("=")[::2] for part in _split(text[ends:].removeprefix(",")))
         metadata, config = attributes.get("metadata", ""), attributes.get("backend_config", "")
         calls = self.calls(name, attributes)
