@@ -203,8 +203,8 @@ def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan
     return combined(
         [_program_plan(task, program, folder, denoises=name in DENOISING) for program in compiled],
         steps=compiled[0].steps,
-        dtypes={network: task.dtype(network) for network in networks},
-        precision={network: task.card.components[network].precision for network in networks},
+        dtypes={key: task.dtype(key) for key in networks},
+        precision={key: task.card.components[key].precision for key in networks},
     )
 
 

@@ -69,6 +69,7 @@ def sweep(
         keep: A folder for the compiler's dumps, with a subfolder for each plan.
         count: The number of parallel compilations; by default as many as the machine has room for.
     """
+    # `mesh.sp=4` sets `mesh`.
     swept = [override for override in request.overrides if override.partition("=")[0].split(".")[0].strip() in SWEPT]
     if swept:
         raise BadValueError(f"--set {swept[0]}", "A sweep takes every strategy and mesh in turn", "Leave it out")

@@ -162,9 +162,9 @@ class Journey:
         for name in stage.needs:
             folder = task.folder if name in self._manifests else task.inputs
             made_by = task.command(name, task.folder)
-            names = None if task.card.call is None else task.card.call.embeddings
+            embeddings = None if task.card.call is None else task.card.call.embeddings
             identity = task.identity(name)
-            stage_tensors, manifest = save.read(folder, name, identity, self.weights.digests, made_by, names)
+            stage_tensors, manifest = save.read(folder, name, identity, self.weights.digests, made_by, embeddings)
             prefix = STATE if name in DENOISING and stage.name in DENOISING else ""
             tensors |= {f"{prefix}{key}": tensor for key, tensor in stage_tensors.items()}
             if manifest is not None:

@@ -120,7 +120,6 @@ def steps(
     if stage.name not in DENOISING:
 
         def until_stopped(items: Iterable[Any], done: int, total: int) -> Iterator[Any]:
-            """Yields the items under the progress bar; stops the run before an item if a stop is requested."""
             for item in bar(items, done=done, total=total):
                 stopping.check(task.folder, f"in '{stage.name}'")
                 yield item

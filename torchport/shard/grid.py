@@ -32,7 +32,7 @@ class Spot:
 
 
 def spots(devices: Sequence[Any]) -> list[Spot]:
-    """Returns the place of each device, one of JAX's own or of a topology."""
+    """Returns the place of each device; the devices are JAX's own, or those of an absent slice."""
     places, devices_of_process = [], collections.Counter[int]()
     for device in devices:
         if hasattr(device, "coords"):

@@ -73,7 +73,8 @@ def token_multiple(tokens: torch.Tensor) -> int:
     import jax
 
     # A rehearsal's tokens are on meta, and an abstract mesh is set for it.
-    if not engine.is_traced(tokens) and (not tokens.is_meta or jax.sharding.get_abstract_mesh().empty):
+    is_rehearsal = tokens.is_meta and not jax.sharding.get_abstract_mesh().empty
+    if not engine.is_traced(tokens) and not is_rehearsal:
         return 1
     from torchport.kernels.attention import self_attention
 

@@ -107,7 +107,7 @@ class Int8Softmax(Softmax):
     rows: Any  #: Factors of the scores of each query, float32 [1, block_q].
 
     def multiply_keys(self, keys: jax.Array, cell: Cell) -> None:
-        """Multiplies keys with a cell's queries, and stores the probabilities; packed, as pairs of bfloat16."""
+        """Multiplies keys with a cell's queries, and stores the probabilities; if packed, as pairs of bfloat16."""
         if not self.plan.packed:
             super().multiply_keys(keys, cell)
             return

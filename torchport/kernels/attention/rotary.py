@@ -68,8 +68,8 @@ def normalised(x_BSF: jax.Array, norm: Norm | None, axis: str | None = None) -> 
         return x_BSF
 
     def mean(x: jax.Array) -> jax.Array:
-        mean = x.mean(-1, keepdims=True)
-        return mean if axis is None else lax.pmean(mean, axis)
+        here = x.mean(-1, keepdims=True)
+        return here if axis is None else lax.pmean(here, axis)
 
     x = x_BSF.reshape(*x_BSF.shape[:2], -1, norm.weight.shape[0]).astype(jnp.float32)
     x = x - mean(x) if norm.centred else x

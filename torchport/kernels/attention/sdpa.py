@@ -83,7 +83,7 @@ def scaled_dot_product_attention(
 def _batch_dims(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> tuple[int, ...]:
     """Returns the dims of a call before the heads; refuses tensors and a mask that do not broadcast."""
     tensors = (query, key, value)
-    heads = max(size for x in tensors for size in (1, *x.shape[-3:-2]))
+    heads = max(size for x in tensors for size in (1, *x.shape[-3:-2]))  # 1 for a tensor without a dim of heads
     try:
         batch = jnp.broadcast_shapes(*(x.shape[:-3] for x in tensors))
         scores = (*(batch or (1,)), heads, query.shape[-2], key.shape[-2])

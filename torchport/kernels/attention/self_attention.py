@@ -57,9 +57,7 @@ def uses_kernel() -> bool:
 
 
 def fits(batch: int, heads: int, head_size: int) -> bool:
-    """Returns whether `attention` of this module computes a call of these sizes: the kernel may be used and takes the
-    head size, and the current mesh divides samples and heads.
-    """
+    """Returns whether the kernel takes a call of these sizes: its head size, and its samples and heads on the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     divided = heads % math.prod(mesh_ways()) == 0 and batch % mesh.shape.get("dp", 1) == 0
     return uses_kernel() and head_size <= LANES and head_size % 2 == 0 and divided and not mesh.manual_axes

@@ -305,6 +305,7 @@ class _LoopTrips(dict[str, int]):
         super().__init__()
         self._file = file
         self._computations = computations
+        # By the name of the body: a loop calls its condition, and then its body.
         self._loops = {
             loop.calls[1]: (part, loop)
             for part in computations.values()
