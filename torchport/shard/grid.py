@@ -148,6 +148,7 @@ def links(group: Sequence[Spot]) -> str:
     if math.prod(sides) == 1:
         return "one chip" if sides else "one host"
     gaps = " with gaps" if len({spot.chip for spot in group}) < math.prod(sides) else ""
+    # Only the longest side is longer than 1.
     if sides[-2:-1] == [1]:
         return f"1x{sides[-1]} line{gaps}"
     long_sides = [side for side in sides if side > 1]

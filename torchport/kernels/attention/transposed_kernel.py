@@ -86,10 +86,7 @@ class Refs:
 
 
 class Chunks:
-    """The copies of an array's keys and values from HBM into two slots of vector memory, which chunks take in turn.
-
-    Chunk 0 of the next tile of the same heads is fetched while this tile's tail is computed.
-    """
+    """The copies of an array's keys and values from HBM into two slots of vector memory, which chunks take in turn."""
 
     def __init__(self, plan: Plan, refs: Refs, row: Any, array: int) -> None:
         self.refs = refs
@@ -306,7 +303,7 @@ def kernel(plan: Plan, kind: type[Softmax], lengths: Any, *inputs: Any) -> None:
     first, *further = [Chunks(plan, refs, row, array) for array in range(plan.arrays)]
     length = lengths[0, first.sample]
     full = lax.div(length, block)
-    # Each tile fetches chunk 0 of the next tile, and the first tile also its own.
+    # Each tile fetches chunk 0 of the next tile beside its own tail; the first tile also fetches its own chunk 0.
     pl.when((tile == 0) & (full > 0))(first.fetch_first)
     softmax.clear()
     pl.when(full > 0)(lambda: _full_chunks(softmax, first, full))

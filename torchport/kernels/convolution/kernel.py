@@ -278,6 +278,7 @@ def _inputs(conv: Conv) -> list[pl.BlockSpec]:
         """Returns the index map of an array with a row for each `times` rows of the input."""
 
         def here(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
+            # With `conv.rows`, the array begins with row -1.
             inside = jnp.clip(s - 1, 0, conv.height - 1) // times
             return ((s - 1 + times) // times if conv.rows else inside, 0, 0, 0)
 

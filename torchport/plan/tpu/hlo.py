@@ -217,12 +217,13 @@ class HloProgram:
         left = []
         for run in self.walk():
             instruction, cycles = run.instruction, run.instruction.cycles
-            free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done"))
-            free = free or instruction.target in _BUFFERS or bool(self._called(instruction))
+            # A call takes the time of the instructions that it runs, and these are walked, too.
+            free = instruction.opcode in _FREE or instruction.target in _BUFFERS or bool(self._called(instruction))
+            waits = instruction.opcode.endswith(("-start", "-update", "-done"))
             parts = [inner for _, inner in self._with_fused(instruction)]
             modelled = any(part.kernel or part.opcode.removesuffix("-start") in KINDS for part in parts)
             known = (cycles is not None and cycles >= 0) or run.least > 0
-            if not (run.beside or free or modelled or known):
+            if not (run.beside or free or waits or modelled or known):
                 left.append(run)
         return sorted(left, key=lambda run: -run.instruction.bytes * run.times)
 
