@@ -81,8 +81,8 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
 
 
 def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.NetworkCall]:
-    """Returns the call of each encoder of a stage by its name, with shapes of tokens and mask, from its embeddings'
-    shapes; {} if these are not known before a run. The patches of `stage` must be in force.
+    """Returns the call of each encoder of a stage, by the encoder's name. The shapes of its tokens and mask follow from
+    its embeddings' shapes; {} if these are not known before a run. The patches of `stage` must be in force.
     """
     first, calls = task.denoising[0], {}
     if first.like is None:
@@ -103,7 +103,9 @@ def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.Network
             ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
             flops = 2 * network.parameters(task, name) * tokens  # a multiply and an add
             shapes = {"input_ids": ids, "attention_mask": ids}
-            calls[name] = recorder.NetworkCall(shapes, (), times, flops, None, {}, borders=0)
+            calls[name] = recorder.NetworkCall(
+                shapes, static=(), times=times, flops=flops, output=None, kept={}, borders=0
+            )
     return calls
 
 
@@ -120,7 +122,7 @@ def _encoder(task: Task, name: str, called: recorder.NetworkCall, mesh: jax.shar
         module.eval(),
         sharding,
         mesh,
-        how=lambda module, **inputs: (module(**inputs)[0],),
+        how=lambda module, **inputs: (module(**inputs)[0],),  # the embeddings alone
         trace=None,
         attention=ported.ATTENTION,
     )
@@ -246,13 +248,14 @@ def _with_cache(
     yield full.holding(kept_bytes)
     if kept is not None and computed < steps:
         assert called.flops is not None
+        # The last blocks are in no stack: each step computes them.
         blocks = sum(count + cache.last_blocks for count in outline.program.counts.values())
         reused = dataclasses.replace(
             called,
             inputs={**called.inputs, cached_steps.KEPT: kept},
             static=(*called.static, (cached_steps.MODE, "reuse")),
             times=calls_per_step * (steps - computed),
-            flops=called.flops * cache.last_blocks // blocks,  # only these blocks are computed; other work is small
+            flops=called.flops * cache.last_blocks // blocks,  # work outside of blocks is small
         )
         yield _program(outline, reused, task.machine, dump)[0].holding(kept_bytes)
 
@@ -297,6 +300,7 @@ def _program(
 
 
 def _overflow(error: VmemError, traced: list[dispatch.Traced | dispatch.Pass]) -> Overflow:
+    """Returns the kernel that takes too much VMEM, by the compiler's error or by the check of a tile."""
     tile, kernel = getattr(error, "tile", None), error.place
     # An error with a tile was raised while the kernel was traced, so the last traced kernel has this tile.
     if tile is not None:
@@ -330,14 +334,13 @@ def _memory(lowered: Any, machine: Machine) -> tuple[DeviceBytes | Overflow, Any
             refusal = bundles.refused(str(error), machine, kernel[1] if kernel else "a kernel")
             if isinstance(refusal, VmemError):
                 raise refusal from error
-            message = " ".join(str(error).split())[:300]
-            raise TopologyError(
-                f"plan {machine.name}", f"The compiler refuses it: {message}", "Plan another size"
-            ) from error
+            fact = f"The compiler refuses it: {' '.join(str(error).split())[:300]}"
+            raise TopologyError(f"plan {machine.name}", fact, "Plan another size") from error
         # A number and its unit each: 15.2 and G are 15.2 * 1024**3 bytes.
         asked, limit = (round(float(exceeds[n]) * 1024 ** " KMG".index(exceeds[n + 1])) for n in (1, 3))
         fact = "Too large for HBM"
         return Overflow(what="hbm", kernel=None, tile=None, asked_bytes=asked, limit_bytes=limit, fact=fact), None
+    # The analysis names these sizes as `DeviceBytes` does. It does not know what else is resident on the device.
     sizes = (field.name for field in dataclasses.fields(DeviceBytes) if field.name != "resident")
     return DeviceBytes(*(getattr(memory, f"{size}_size_in_bytes") for size in sizes)), program.out_info
 
@@ -347,16 +350,13 @@ _KERNEL = re.compile(r"%([\w-]+?)(?:\.\d+)? = [^%]*custom-call\(")
 
 
 def compiled_in_child(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[CompiledProgram]:
-    """Compiles a stage by `compiled` in a child process, with the dump in `folder`; raises if an earlier dump is there.
-
-    Returns the stage's programs.
-    """
+    """Returns a stage's programs, compiled in a child process with the dump in `folder`; refuses an earlier dump."""
     dump = folder.resolve()
     if any(dump.glob(SCHEDULED)):
         raise OutputError(str(folder), "It holds the dump of an earlier plan", "Name a new folder with --keep")
     atomic.make_folder(dump)
-    # A program out of JAX's cache is not compiled, so the compiler would dump nothing.
     dump_flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text".strip()
+    # Without JAX's cache: a program out of it is not compiled, so the compiler would dump nothing.
     environment = {"XLA_FLAGS": dump_flags, "JAX_ENABLE_COMPILATION_CACHE": "false", **absent.environment()}
     flags = task.request.execution.xla_flags
     if flags is not None:

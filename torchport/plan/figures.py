@@ -381,7 +381,7 @@ class JobPlan(Figure):
         stages = [stage for name, stage in self.stages.items() if name in DENOISING and isinstance(stage, StagePlan)]
         sizes = [(stage.per_device.arguments_bytes, stage.per_device.peak_bytes) for stage in stages]
         known = [(arguments, peak) for arguments, peak in sizes if arguments is not None and peak is not None]
-        if len(known) < max(2, len(sizes)):
+        if len(sizes) < 2 or len(known) < len(sizes):
             return None
         # The weights of all stay; only the running network has temporaries.
         return sum(arguments for arguments, _ in known) + max(peak - arguments for arguments, peak in known)

@@ -41,9 +41,9 @@ def lines(job: JobPlan) -> list[str]:
         text += [f"{name}: {len(stage.programs)} program(s), called {calls}", *_stage_lines(name, stage)]
     if (size := job.at_once_bytes) is not None:
         limit = job.stage("denoise").per_device.hbm_bytes
-        verdict = "both would fit at once" if size <= limit else "both would not fit at once"
+        outcome = "both would fit at once" if size <= limit else "both would not fit at once"
         sizes = f"{_size(size)} of {_size(limit)}"
-        text.append(f"two networks take turns, one is on the devices at a time; {verdict}: {sizes}")
+        text.append(f"two networks take turns, one is on the devices at a time; {outcome}: {sizes}")
     if job.clip is not None:
         text += _clip_lines(job.clip)
     if (cost := job.verification) is not None:
@@ -74,22 +74,37 @@ def _clip_lines(clip: Clip) -> list[str]:
 
 def _stage_lines(name: str, stage: StagePlan) -> list[str]:
     device = stage.per_device
-    text = [f"  bytes per device  {_size(device.peak_bytes)} of {size_text(device.hbm_bytes)}"]
+    usage = f"  bytes per device  {_size(device.peak_bytes)} of {size_text(device.hbm_bytes)}"
     if device.arguments_bytes is not None:
-        text[0] += (
+        usage += (
             f", of them {size_text(device.arguments_bytes)} arguments and {_size(device.temporaries_bytes)} temporaries"
             f"; constants of the program {_size(device.constants_bytes)}"
         )
-    text += [f"  DOES NOT FIT: {line}" for line in _finding_lines(stage, Overflow)]
+    text = [usage]
+    text += [f"  DOES NOT FIT: {_finding_line(finding)}" for finding in stage.findings if isinstance(finding, Overflow)]
     if stage.per_block:
         text += _block_lines(stage.per_block)
+    text += _step_lines(name, stage)
+    if stage.largest:
+        of_block = " of a block" if stage.per_block else ""
+        text.append(f"  the most expensive operations{of_block}:")
+    text += [f"    {operation.ms:6.3f} ms  {operation.opcode:8} {operation.source}" for operation in stage.largest]
+    text += [f"  {_finding_line(finding)}" for finding in stage.findings if isinstance(finding, Underestimate)]
+    text += [f"  not modelled: {fact}" for fact in stage.not_modelled]
+    if stage.operators:
+        text.append(f"  {stage.operators}")
+    text.append(f"  traced in {stage.trace_s:.1f} s, compiled in {stage.compile_s:.1f} s")
+    return text
+
+
+def _step_lines(name: str, stage: StagePlan) -> list[str]:
+    """Returns lines on the collectives and the time of a denoising step, or of a whole stage of another kind."""
+    text = []
     scope = "per step" if name in DENOISING else f"a {name}"
     if stage.per_step:
-        moved, count = (
-            moved_bytes(stage.per_step.collectives),
-            sum(collective.count for collective in stage.per_step.collectives),
-        )
-        text.append(f"  {scope:8}  {count:g} collectives, {moved / 1e6:.3g} MB on each device")
+        collectives = stage.per_step.collectives
+        count = sum(collective.count for collective in collectives)
+        text.append(f"  {scope:8}  {count:g} collectives, {moved_bytes(collectives) / 1e6:.3g} MB on each device")
     if step := stage.step.known:
         left = step.model_s - step.attention_s
         divided = "" if step.factor == 1.0 else f"; the last two divided by {step.factor:.3g} make {left:.3g}"
@@ -98,33 +113,20 @@ def _stage_lines(name: str, stage: StagePlan) -> list[str]:
             f"{step.other_s:.3g}, communication {step.communication_s:.3g}{divided}); "
             f"the arithmetic alone at peak takes {stage.step.floor_s:.3g} s"
         )
-    if stage.largest:
-        of_block = " of a block" if stage.per_block else ""
-        text.append(f"  the most expensive operations{of_block}:")
-    text += [f"    {operation.ms:6.3f} ms  {operation.opcode:8} {operation.source}" for operation in stage.largest]
-    text += [f"  {line}" for line in _finding_lines(stage, Underestimate)]
-    text += [f"  not modelled: {fact}" for fact in stage.not_modelled]
-    if stage.operators:
-        text.append(f"  {stage.operators}")
-    text.append(f"  traced in {stage.trace_s:.1f} s, compiled in {stage.compile_s:.1f} s")
     return text
 
 
-def _finding_lines(stage: StagePlan, kind: type[Overflow | Underestimate]) -> list[str]:
-    lines = []
-    for finding in (each for each in stage.findings if isinstance(each, kind)):
-        if isinstance(finding, Overflow):
-            where = "".join(f" {name}" for name in (finding.kernel, finding.tile) if name)
-            asked, limit = finding.asked_bytes, finding.limit_bytes
-            sizes = "" if asked is None else f": {asked:,} bytes, limit {limit:,}"
-            lines.append(f"{finding.what.upper()}{where}{sizes}. {finding.fact}")
-            continue
-        negative = f", {finding.negative} of them negative" if finding.negative else ""
-        lines.append(
-            f"Estimated too low: {finding.count} product(s), {finding.estimated_ms:.3g} ms by the compiler{negative}; "
-            f"{finding.charged_ms:.3g} ms count, their arithmetic at peak. Furthest off: {finding.source or 'no line'}"
-        )
-    return lines
+def _finding_line(finding: Overflow | Underestimate) -> str:
+    if isinstance(finding, Overflow):
+        where = "".join(f" {name}" for name in (finding.kernel, finding.tile) if name)
+        asked, limit = finding.asked_bytes, finding.limit_bytes
+        sizes = "" if asked is None else f": {asked:,} bytes, limit {limit:,}"
+        return f"{finding.what.upper()}{where}{sizes}. {finding.fact}"
+    negative = f", {finding.negative} of them negative" if finding.negative else ""
+    return (
+        f"Estimated too low: {finding.count} product(s), {finding.estimated_ms:.3g} ms by the compiler{negative}; "
+        f"{finding.charged_ms:.3g} ms count, their arithmetic at peak. Furthest off: {finding.source or 'no line'}"
+    )
 
 
 def _size(size: int | None) -> str:
@@ -132,10 +134,11 @@ def _size(size: int | None) -> str:
 
 
 def _block_lines(block: BlockTime) -> list[str]:
-    kernel = "not known" if block.attention_ms is None else f"{block.attention_ms:.3g} ms"
+    attention = "not known" if block.attention_ms is None else f"{block.attention_ms:.3g} ms"
     return [
-        f"  per block ({block.count})  attention {kernel} (model), everything else {block.other_ms:.3g} ms (compiler), "
-        f"{moved_bytes(block.collectives) / 1e6:.3g} MB of collectives {block.communication_ms:.3g} ms (model)",
+        f"  per block ({block.count})  attention {attention} (model), "
+        f"everything else {block.other_ms:.3g} ms (compiler), {moved_bytes(block.collectives) / 1e6:.3g} MB "
+        f"of collectives {block.communication_ms:.3g} ms (model)",
         *(
             f"    {collective.count} x {collective.kind} of {collective.bytes / 1e6:.1f} MB "
             f"among {collective.group} ({collective.links})"
@@ -168,8 +171,8 @@ def _clip_chart(job: JobPlan) -> BarChart | None:
         return None
     # A kind is a colour of the page, whatever its name: neighbouring parts differ.
     kinds = {"encode": "arguments", "write": "rest", "decode": "communication"}
-    each = [part for part in job.clip.parts if not part.once]
-    parts = [_bar(kinds.get(part.part, "attention"), f"{part.part}: {part.limit}", 1e3 * part.seconds) for part in each]
+    rest = [part for part in job.clip.parts if not part.once]
+    parts = [_bar(kinds.get(part.part, "attention"), f"{part.part}: {part.limit}", 1e3 * part.seconds) for part in rest]
     title = (
         f"A clip, modelled: {job.clip.next_s:.4g} s, {job.clip.times_real_time:.3g} times as long as it plays; the "
         f"first takes {job.clip.first_s:.4g} s"
@@ -183,8 +186,8 @@ def _section(name: str, stage: StagePlan | StageLeftOut) -> dict[str, Any]:
         return {"name": name, "status": stage.status.replace("_", " "), "why": stage.why}
     return {
         "name": name,
-        "findings": [f"Does not fit: {line}" for line in _finding_lines(stage, Overflow)],
-        "estimates": _finding_lines(stage, Underestimate),
+        "findings": [f"Does not fit: {_finding_line(item)}" for item in stage.findings if isinstance(item, Overflow)],
+        "estimates": [_finding_line(item) for item in stage.findings if isinstance(item, Underestimate)],
         "charts": [*_time_charts(name, stage), _memory_chart(stage.per_device)],
         "tables": _tables(name, stage),
         "not_modelled": stage.not_modelled,
@@ -199,15 +202,13 @@ def _time_charts(name: str, stage: StagePlan) -> list[BarChart]:
         # So that the parts add up to `model_s`, all but attention are divided by the calibration's factor.
         factor = step.factor
         other, moved = (1e3 * seconds / factor for seconds in (step.other_s, step.communication_s))
-        # If there are blocks, `stage.largest` has operations of a block, which do not belong into a step's bar.
-        largest = (
-            [] if block else [operation.model_copy(update={"ms": operation.ms / factor}) for operation in stage.largest]
-        )
+        largest = [operation.model_copy(update={"ms": operation.ms / factor}) for operation in stage.largest]
         known = "modelled" if factor == 1.0 else f"modelled, all but attention divided by {factor:.3g}"
         title = f"{scope}, {known}: {step.model_s:.4g} s; below it the arithmetic alone at peak, the floor"
         floor_s = stage.step.floor_s
         floor = BarPart("floor", "floor: arithmetic alone at peak", floor_s * 1e3, f"{floor_s:.4g} s")
-        bars = _bars(1e3 * step.attention_s, other, moved, largest)
+        # If there are blocks, `stage.largest` has operations of a block, which do not belong into a step's bar.
+        bars = _bars(1e3 * step.attention_s, other, moved, [] if block else largest)
         charts.append(BarChart(title, bars, step.model_s * 1e3, floor))
     if block and block.attention_ms is not None:
         bars = _bars(block.attention_ms, block.other_ms, block.communication_ms, stage.largest)

@@ -141,10 +141,7 @@ def require_tpu(machine: Machine) -> Chip:
 
 
 def _checked_stages(task: Task, names: Sequence[str]) -> list[str]:
-    """Returns the stages to compile: the stages in `names`, or without names all stages with known input shapes.
-
-    Raises if the machine is no TPU, a stage has nothing to compile, or its sizes do not divide over the mesh.
-    """
+    """Returns the stages to compile: the stages in `names`, or without names all stages with known input shapes."""
     require_tpu(task.machine)
     networks = {stage.name: str(stage.network) for stage in task.family.STAGES if stage.network is not None}
     # Text encoders are compiled, but no network's rules are for them.
@@ -152,10 +149,11 @@ def _checked_stages(task: Task, names: Sequence[str]) -> list[str]:
     candidates = [stage for stage in task.family.STAGES if stage.name in (*networks, *encoding)]
     if "all" in names:
         chosen = [stage.name for stage in candidates]
-    else:
-        # `like` gives the shapes of a stage's inputs before a run.
-        known = [s for s in candidates if s in task.denoising or s.like is not None or s.name in encoding]
-        chosen = list(names) or [stage.name for stage in known]
+    elif names:
+        chosen = list(names)
+    else:  # `like` gives the shapes of a stage's inputs before a run
+        known = (s for s in candidates if s in task.denoising or s.like is not None or s.name in encoding)
+        chosen = [stage.name for stage in known]
     with_network = [name for name in chosen if name not in encoding]
     for name in with_network:
         if name not in networks:
@@ -169,6 +167,7 @@ def _checked_stages(task: Task, names: Sequence[str]) -> list[str]:
 
 
 def _left_out(task: Task, stage: Stage) -> StageLeftOut:
+    """Returns, in place of a stage's plan, why the stage was not compiled."""
     if stage.network is None and not task.encodes_on_devices(stage):
         why = "It runs on the host, in PyTorch: nothing of it is compiled"
         return StageLeftOut(status="not_ported", why=why)
@@ -178,6 +177,7 @@ def _left_out(task: Task, stage: Stage) -> StageLeftOut:
 
 
 def _assumptions(task: Task, bounded: bool) -> list[str]:
+    """Returns in words what a plan takes for granted: about bounds of scores, tokens, time, flags and LoRA files."""
     text = "the norms' gains keep the scores '{}' within their bound" if bounded else "no bound of the scores '{}'"
     known = [text.format(name) for name in task.card.score_bounds]
     flags = task.request.execution.xla_flags
@@ -203,8 +203,8 @@ def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan
     return combined(
         [_program_plan(task, program, folder, denoises=name in DENOISING) for program in compiled],
         steps=compiled[0].steps,
-        dtypes={network: task.dtype(network) for network in networks},
-        precision={network: task.card.components[network].precision for network in networks},
+        dtypes={key: task.dtype(key) for key in networks},
+        precision={key: task.card.components[key].precision for key in networks},
     )
 
 
@@ -273,7 +273,8 @@ def combined(
     if len(programs) == 1 and programs[0].times == steps:
         block, sent, step, operations = longest.per_block, longest.per_step, longest.step, longest.largest
     else:
-        block, (sent, step, operations) = None, _average_step(programs, steps)
+        block = None
+        sent, step, operations = _average_step(programs, steps)
     return StagePlan(
         fits=all(program.fits for program in programs),
         per_device=largest.per_device,
@@ -333,9 +334,10 @@ def verification_cost(task: Task, planned: Mapping[str, StagePlan]) -> Verificat
         with in_force(task, [stage]):  # upstream's module may need a stub to be imported
             count = sum(parameter.numel() for parameter in network.published(task, name).parameters())
         dtype = task.settings.dtypes[name]
-        wide = 8 if dtype.itemsize >= torch.float32.itemsize else torch.float32.itemsize  # as `verify` chooses it
+        # `verify` takes a wider dtype as its yardstick.
+        yardstick = torch.float64 if dtype.itemsize >= torch.float32.itemsize else torch.float32
         # The original is on the host in the job's dtype and in the yardstick's; the port is on one device.
-        host.append(count * (dtype.itemsize + wide))
+        host.append(count * (dtype.itemsize + yardstick.itemsize))
         device.append(count * dtype.itemsize)
         borders = sum(program.borders_bytes * program.times for program in stage_plan.programs)
         borders //= stage_plan.steps
@@ -369,25 +371,27 @@ def clip_of_plans(task: Task, planned: Mapping[str, StagePlan]) -> Clip | None:
         *(_device_part(planned[stage.name], stage) for stage in stages),
         _write_part(task),
     ]
-    seconds = {once: sum(part.seconds for part in parts if part.once == once) for once in (True, False)}
+    first_alone = sum(part.seconds for part in parts if part.once)
+    repeated = sum(part.seconds for part in parts if not part.once)
     chip, length = task.machine.require_tpu(), task.settings.frames / task.job.fps
     chips = task.machine.devices // chip.devices
     price = task.job.price_per_chip_hour
     chips_of_host = chips if chips <= ONE_HOST else MANY_HOSTS
     return Clip(
         parts=parts,
-        first_s=seconds[True] + seconds[False],
-        next_s=seconds[False],
+        first_s=first_alone + repeated,
+        next_s=repeated,
         length_s=length,
-        times_real_time=seconds[False] / length,
-        chip_s=seconds[False] * chips,
-        dollars=None if price is None else seconds[False] * chips * price / 3600,
+        times_real_time=repeated / length,
+        chip_s=repeated * chips,
+        dollars=None if price is None else repeated * chips * price / 3600,
         host_bytes=host_bytes,
         host_memory_bytes=None if chip.host_memory is None else chip.host_memory * chips_of_host,
     )
 
 
 def _encode_part(task: Task) -> ClipPart:
+    """Returns the time of the encoders on the host; they belong to the first stage."""
     stage = task.family.STAGES[0]
     with in_force(task, [stage]):
         calls = aot.encoder_calls(task, stage).values()
@@ -402,7 +406,7 @@ def _device_part(plan: StagePlan, stage: Stage) -> ClipPart:
     assert step is not None
     # The calibration divided other operations and communication alike, so their ratio has not changed.
     rest = step.model_s - step.attention_s
-    other = rest * step.other_s / ((step.other_s + step.communication_s) or 1)
+    other = rest * step.other_s / ((step.other_s + step.communication_s) or 1)  # 0 if both are 0
     shares = {"attention": step.attention_s, "other operations": other, "communication": rest - other}
     largest = max(shares, key=lambda name: shares[name])
     count = f"{plan.steps} steps of {step.model_s:.3g} s, " if stage.name in DENOISING else ""

@@ -90,7 +90,7 @@ class ProgramTime:
 
     def communication(self) -> Communication:
         """Returns the collectives of a whole run, and their modelled time."""
-        sent = _collectives(self.program, None, self.spots)
+        sent = _collectives(self.program, computation=None, spots=self.spots)
         return Communication(communication_ms=1e3 * communication_seconds(sent, self.chip), collectives=sent)
 
     def step(self) -> StepTime:
@@ -100,26 +100,25 @@ class ProgramTime:
         attention_ms = sorted(call.ms for call in self.calls if isinstance(call, KernelAttention))
         loop = _block_loop(self.program) if attention_ms else None
         repeats = loop.trips * loop.times - 1 if loop else 0
+        sent = _collectives(self.program, computation=None, spots=self.spots)
         parts = Parts[float](
             attention_s=(sum(attention_ms) + repeats * max(attention_ms, default=0.0)) / 1e3,
-            other_s=self.program.cycles() / self.chip.clock + self._kernel_seconds(None),
-            communication_s=communication_seconds(_collectives(self.program, None, self.spots), self.chip),
+            other_s=self.program.cycles() / self.chip.clock + self._kernel_seconds(computation=None),
+            communication_s=communication_seconds(sent, self.chip),
         )
         # The calibration was fitted to denoising steps.
         calibration = shipped_calibration() if self.denoises else None
         return StepTime(
             **parts.model_dump(),
-            uncalibrated_s=calibrated(parts, None),
+            uncalibrated_s=calibrated(parts, calibration=None),
             model_s=calibrated(parts, calibration),
             floor_s=floor_seconds(self.flops, self.machine),
             flops=self.flops,
         )
 
     def largest(self) -> list[Operation]:
-        """Returns the ten longest operations of a block, or of a program without a loop over blocks.
-
-        Attention and collectives are left out: they have fields of their own in a plan.
-        """
+        """Returns the ten longest operations of a block, or of a program without a loop over blocks."""
+        # Attention and collectives have fields of their own in a plan.
         computation = None if self.loop is None else self.loop.body
         kernels = [
             Operation(ms=1e3 * times * self.passes[name], opcode="kernel", source=name)
@@ -165,8 +164,8 @@ class ProgramTime:
         for call in self.calls:
             # The table has a kernel's share of peak for `row_tokens` keys in bfloat16; far fewer keys reach less.
             if isinstance(call, KernelAttention) and (call.dtype != "bfloat16" or 4 * call.keys < call.row_tokens):
-                here = f"{call.keys:,} keys in {call.dtype}"
-                facts.append(f"attention's own share of peak: {here} have that of {call.row_tokens:,} in bfloat16")
+                keys = f"{call.keys:,} keys in {call.dtype}"
+                facts.append(f"attention's own share of peak: {keys} are given that of {call.row_tokens:,} in bfloat16")
         if self.loop is None and any(call.implementation not in dispatch.KERNELS for call in self.calls):
             facts.append("attention on its own: it is plain XLA here, and its cycles are among the other operations'")
         return list(dict.fromkeys(facts))
@@ -205,7 +204,7 @@ def _collectives(program: hlo.HloProgram, computation: str | None, spots: Sequen
     for collective in program.collectives(computation):
         # A group of a single device moves nothing, and has no links.
         groups = [[spots[n] for n in group] for group in collective.groups if len(set(group)) > 1]
-        # The group with the fewest ports takes longest.
+        # The group with the fewest ports takes longest. Equal collectives have the same key, and are counted by it.
         ports, links = min(
             ((grid.ports(collective.kind, group), grid.links(group)) for group in groups), default=(1.0, "none")
         )
@@ -226,16 +225,18 @@ def _collectives(program: hlo.HloProgram, computation: str | None, spots: Sequen
 def communication_seconds(sent: Sequence[Collective], chip: Chip) -> float:
     """Returns the modelled seconds of collectives: bytes by the links' bandwidth, without any overlap."""
     seconds = 0.0
-    for each in sent:
+    for collective in sent:
+        kind, group = collective.kind, collective.group
         # `bytes` are of the output, and the larger array of a reduce-scatter is its input.
-        size = each.bytes * (each.group if each.kind == "reduce-scatter" else 1)
+        size = collective.bytes * (group if kind == "reduce-scatter" else 1)
         # A device keeps its own n-th part; in a permutation it sends all.
-        share = 1.0 if each.kind == "collective-permute" else (each.group - 1) / each.group
-        seconds += each.count * _MOVED.get(each.kind, 1.0) * size * share / (each.ports * chip.link)
+        share = 1.0 if kind == "collective-permute" else (group - 1) / group
+        seconds += collective.count * _MOVED.get(kind, 1.0) * size * share / (collective.ports * chip.link)
     return seconds
 
 
 def _attention(task: Task, call: dispatch.Traced) -> Attention:
+    """Returns a traced call of attention with its FLOPs and, if a kernel computes it, the kernel's share of peak."""
     chip = task.machine.require_tpu()
     split = math.prod(task.job.mesh.values())
     # Two products, q k^T and p v, each with a multiply and an add.
@@ -246,6 +247,7 @@ def _attention(task: Task, call: dispatch.Traced) -> Attention:
     if implementation is None:
         return Attention(**sizes, steady_percent=None, peak_percent=None)
     heads = call.heads // ways(dispatch.HEAD_AXES, task.job.mesh)
+    # Of fewer heads than devices, some devices compute the same head.
     _, size = transposed.grouping(max(heads, 1), call.head_size)
     row = tiles.row(chip.name, implementation, size, call.bounded)
     # The row of the table is for a padded head size; arithmetic on padding is not useful.

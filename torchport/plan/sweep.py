@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ def sweep(
         keep: A folder for the compiler's dumps, with a subfolder for each plan.
         count: The number of parallel compilations; by default as many as the machine has room for.
     """
+    # `mesh.sp=4` sets `mesh`.
     swept = [override for override in request.overrides if override.partition("=")[0].split(".")[0].strip() in SWEPT]
     if swept:
         raise BadValueError(f"--set {swept[0]}", "A sweep takes every strategy and mesh in turn", "Leave it out")
@@ -78,34 +79,16 @@ def sweep(
     job, document = pack.job(request.config, job_request.overrides, card)
     machine = parse_machine(job.machine, document.place(["machine"]))
     require_tpu(machine)
-    valid: list[tuple[SweptMesh, Task]] = []
-    skipped: list[tuple[SweptMesh, TorchportError]] = []
-    is_unpatched = True
-    with contextlib.ExitStack() as patches:
-        for choice in choices(card, machine):
-            try:
-                sizes = ", ".join(f"{axis}: {size}" for axis, size in choice.mesh.items())
-                chosen = (f"strategy={choice.strategy}", f"mesh={{{sizes}}}")
-                overrides = (*job_request.overrides, *chosen)
-                task = accept(dataclasses.replace(job_request, overrides=overrides), dry=True)
-                if is_unpatched:  # all choices have the same patches, which take long to apply
-                    patches.enter_context(in_force(task, task.stages))
-                    is_unpatched = False
-                network.check_heads(task)  # needs the patches, as it reads the network's class
-                valid.append((choice, task))
-            except MeshError as error:
-                skipped.append((choice, error))
+    valid, skipped = _checked(job_request, choices(card, machine))
 
     def work(item: tuple[SweptMesh, Task]) -> JobPlan:
         choice, task = item
         folder = None if keep is None else keep / "-".join((choice.strategy, *choice.mesh_text.split(" x ")))
         return of_task(task, folder, bounded, stages=(STAGE,))
 
-    def name(item: tuple[SweptMesh, Task]) -> str:
-        return f"{item[0].strategy}, {item[0].mesh_text}"
-
-    results = zip(valid, child.in_parallel(work, valid, count or child.default_workers(), "sweep", name), strict=True)
-    outcomes = [(choice, outcome) for (choice, _), outcome in results]
+    workers = count or child.default_workers()
+    results = child.in_parallel(work, valid, workers, "sweep", lambda item: f"{item[0].strategy}, {item[0].mesh_text}")
+    outcomes = [(choice, outcome) for (choice, _), outcome in zip(valid, results, strict=True)]
     planned = [(choice, outcome) for choice, outcome in outcomes if not isinstance(outcome, TorchportError)]
     failed = [(choice, outcome) for choice, outcome in outcomes if isinstance(outcome, TorchportError)]
 
@@ -116,6 +99,29 @@ def sweep(
     return Sweep(card.model, machine.name, sorted(planned, key=rank), failed, skipped)
 
 
+def _checked(
+    request: Request, swept: Iterable[SweptMesh]
+) -> tuple[list[tuple[SweptMesh, Task]], list[tuple[SweptMesh, TorchportError]]]:
+    """Returns the choices whose mesh fits the network, with their tasks; and the others, with the errors."""
+    valid: list[tuple[SweptMesh, Task]] = []
+    skipped: list[tuple[SweptMesh, TorchportError]] = []
+    is_unpatched = True
+    with contextlib.ExitStack() as patches:
+        for choice in swept:
+            try:
+                sizes = ", ".join(f"{axis}: {size}" for axis, size in choice.mesh.items())
+                chosen = (f"strategy={choice.strategy}", f"mesh={{{sizes}}}")
+                task = accept(dataclasses.replace(request, overrides=(*request.overrides, *chosen)), dry=True)
+                if is_unpatched:  # all choices have the same patches, which take long to apply
+                    patches.enter_context(in_force(task, task.stages))
+                    is_unpatched = False
+                network.check_heads(task)  # needs the patches, as it reads the network's class
+                valid.append((choice, task))
+            except MeshError as error:
+                skipped.append((choice, error))
+    return valid, skipped
+
+
 def choices(card: Card, machine: Machine) -> Iterator[SweptMesh]:
     """Yields every strategy of a card on every mesh of all devices of a machine, over axes that the strategy names."""
     divisors = [size for size in range(1, machine.devices + 1) if machine.devices % size == 0]
@@ -124,8 +130,8 @@ def choices(card: Card, machine: Machine) -> Iterator[SweptMesh]:
         for groups in (strategy.weights, strategy.inputs):
             for group in groups.values():
                 rules += group
-        kinds = [rule for group in strategy.activations.values() for rule in group]
-        axes = axes_of(rules, kinds)
+        activations = [rule for group in strategy.activations.values() for rule in group]
+        axes = axes_of(rules, activations)
         used = [axis for axis in AXES if axis in axes]
         for sizes in itertools.product(divisors, repeat=len(used)):
             if math.prod(sizes) == machine.devices:
@@ -135,12 +141,13 @@ def choices(card: Card, machine: Machine) -> Iterator[SweptMesh]:
 def data(swept: Sweep) -> dict[str, Any]:
     """Returns a sweep as JSON data: a row for each plan, and an error for each failed or skipped choice."""
     refused = [("failed", swept.failed), ("skipped", swept.skipped)]
+    plans = [job for _, job in swept.planned]  # of one job: all assume the same
     return {
         "model": swept.model,
         "machine": swept.machine,
         "versions": versions(),
-        "assumptions": swept.planned[0][1].assumptions if swept.planned else [],
-        "lossy": swept.planned[0][1].lossy if swept.planned else [],
+        "assumptions": plans[0].assumptions if plans else [],
+        "lossy": plans[0].lossy if plans else [],
         "rows": [_row(choice, job) for choice, job in swept.planned],
         **{
             key: [{"strategy": c.strategy, "mesh": c.mesh, "id": e.id, "error": str(e)} for c, e in pairs]
@@ -180,6 +187,7 @@ def lines(swept: Sweep) -> list[str]:
     text += table(rows, left=3)
     text += [f"failed: {choice.strategy}, {choice.mesh_text}: {error}" for choice, error in swept.failed]
     text += [f"skipped: {choice.strategy}, {choice.mesh_text}: {error}" for choice, error in swept.skipped]
+    # All plans assume the same.
     for _, job in swept.planned[:1]:
         text += [*(f"lossy: {reason}" for reason in job.lossy), f"assumed: {'; '.join(job.assumptions)}"]
     return text

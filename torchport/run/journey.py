@@ -86,7 +86,6 @@ class Journey:
     operators: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Makes the notes of the run, empty at first."""
         self.unfinished = resume.Unfinished(self.task, self.upstream)
         self._programs: dict[str, list[dict[str, Any]]] = {}  # rows of manifests, by stage
         self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
@@ -123,8 +122,10 @@ class Journey:
 
     def _complete(self, stage: family.Stage, manifest: Manifest) -> None:
         """Writes the files beside a finished stage's artefact, such as the video: a killed run may not have done so."""
-        names = self.task.identity(stage.name), self.weights.digests, resume.AFTER_REMOVAL
-        outputs = save.read(self.task.folder, stage.name, *names)[0] if "frames" in manifest.tensors else {}
+        outputs: dict[str, torch.Tensor] = {}
+        if "frames" in manifest.tensors:
+            identity = self.task.identity(stage.name)
+            outputs, _ = save.read(self.task.folder, stage.name, identity, self.weights.digests, resume.AFTER_REMOVAL)
         self._tidy(stage, manifest)
         with _rendered(self.task, outputs) as write_pictures:
             write_pictures()
@@ -161,18 +162,18 @@ class Journey:
         for name in stage.needs:
             folder = task.folder if name in self._manifests else task.inputs
             made_by = task.command(name, task.folder)
-            names = None if task.card.call is None else task.card.call.embeddings
+            embeddings = None if task.card.call is None else task.card.call.embeddings
             identity = task.identity(name)
-            stage_tensors, manifest = save.read(folder, name, identity, self.weights.digests, made_by, names)
-            is_state = name in DENOISING and stage.name in DENOISING
-            tensors |= {f"{STATE * is_state}{key}": tensor for key, tensor in stage_tensors.items()}
+            stage_tensors, manifest = save.read(folder, name, identity, self.weights.digests, made_by, embeddings)
+            prefix = STATE if name in DENOISING and stage.name in DENOISING else ""
+            tensors |= {f"{prefix}{key}": tensor for key, tensor in stage_tensors.items()}
             if manifest is not None:
                 save.check_lineage(folder, name, manifest)
                 file = save.file_of(folder, name)
                 _check_flags(task, stage, file, manifest)
                 revision = manifest.upstream
                 if self.upstream and revision and revision.model_dump() != self.upstream.row():  # a warning, no error
-                    made = git.Revision(revision.commit, revision.dirty, "unknown")
+                    made = git.Revision(revision.commit, revision.dirty, reason="unknown")
                     log.warning("%s was made by %s at %s; this run has %s", file, revision.package, made, self.upstream)
                 shas[name] = manifest.sha256
                 settings = {**manifest.settings, **settings}
@@ -192,7 +193,8 @@ class Journey:
             saved_steps, saved_state = self.unfinished.read(self.weights, self.inputs_of(stage), stage.name)
             if saved_steps:
                 start = saved_steps, saved_state
-            done, _ = self._start = start
+            self._start = start
+            done, _ = start
             self.steps += self.task.settings.steps - done
             hosts.from_first(functools.partial(save.remove_steps_after, self.task.folder, stage.name, done))
         facts = functools.partial(self._facts, stage, ledger)
@@ -202,11 +204,11 @@ class Journey:
             return steps
         folder = self.task.folder / _PROFILES / stage.name
 
-        def track(items: Iterable[T], done: int, total: int) -> Iterator[T]:
+        def track_and_profile(items: Iterable[T], done: int, total: int) -> Iterator[T]:
             """Iterates over steps under the progress bar and the profiler."""
             return profiled(steps.track(items, done=done, total=total), done, count, folder)
 
-        return dataclasses.replace(steps, track=track)
+        return dataclasses.replace(steps, track=track_and_profile)
 
     def is_idle(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether a stopped run had taken all steps of `denoise_first`, so that this run called no network."""
@@ -219,11 +221,12 @@ class Journey:
         self.note_seconds(stage, "run")
         self._programs[stage.name] = [row for compiled in programs.values() for row in compiled.rows()]
         self.operators |= {name: compiled.operators_text() for name, compiled in programs.items() if compiled.jit}
-        for compiled in (programs.values() or [call]) if self.task.request.execution.memory else ():
-            for line in memory_lines(compiled, devices(self.task.machine)):
-                log.info("memory of '%s': %s", stage.name, line)
+        if self.task.request.execution.memory:
+            for compiled in programs.values() or [call]:  # `call` has no program on the host
+                for line in memory_lines(compiled, devices(self.task.machine)):
+                    log.info("memory of '%s': %s", stage.name, line)
         # A stage compiles a program at its first call: these seconds are among those of `run`.
-        compiling = sum(each.seconds for each in programs.values())
+        compiling = sum(compiled.seconds for compiled in programs.values())
         self.seconds[f"{stage.name} compile"] = compiling
         self.seconds[f"{stage.name} run"] -= compiling
         if isinstance(call, StepCached) and len(call.curve) == self.task.settings.steps:
@@ -342,7 +345,6 @@ def _rendered(task: Task, outputs: Mapping[str, torch.Tensor]) -> Iterator[Calla
         sheet = pool.submit(contact_sheet, frames_FCHW)
 
         def write() -> None:
-            """Waits until both are encoded, and writes them."""
             atomic.write_bytes(task.folder / save.VIDEO, video.result())
             atomic.write_bytes(task.folder / save.CONTACT_SHEET, sheet.result())
 
@@ -361,8 +363,7 @@ def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> dict[str, Any] |
     before = manifest.config.get("fps")
     if "frames" not in manifest.tensors or before == task.job.fps:
         return None
-    names = task.identity(stage.name), digests, resume.AFTER_REMOVAL
-    outputs = save.read(folder, stage.name, *names)[0]
+    outputs, _ = save.read(folder, stage.name, task.identity(stage.name), digests, resume.AFTER_REMOVAL)
     log.info("%s had %s frames per second: it is written again with %s", task.result, before, task.job.fps)
     with _rendered(task, outputs) as write_pictures:
         write_pictures()  # before the manifest: a run that is killed between the two writes both again
@@ -384,7 +385,8 @@ def log_patches(ledger: patch.Ledger, when: str) -> None:
     if rows:
         log.info("patches: %d in force, %d called%s", applied, sum(bool(row["calls"]) for row in rows), when)
     for row in rows:
-        promise = row["equivalence"] if isinstance(row["equivalence"], str) else next(iter(row["equivalence"]))
+        equivalence = row["equivalence"]
+        promise = equivalence if isinstance(equivalence, str) else next(iter(equivalence))  # of {close: ...}
         matters = promise in ("close", "lossy") or row["state"] == "displaced"
         calls = f", called {row['calls']} time{'s' * (row['calls'] > 1)}{when}" if row["calls"] else ""
         level = logging.INFO if matters else logging.DEBUG
@@ -466,11 +468,11 @@ def profiled(items: Iterable[T], done: int, count: int, folder: Path) -> Iterato
         _log_profile(folder, done + first, taken)
         raise
     _log_profile(folder, done + first, taken)
+    # The steps after the traced ones.
     yield from items
 
 
 def _log_profile(folder: Path, first: int, taken: int) -> None:
-    """Logs which steps of a stage were traced, and where the trace is; warns if no step was traced."""
     stage = folder.name
     if not taken:
         log.warning("profile: '%s' took no more than %d steps, and none is traced", stage, SKIPPED)
@@ -501,22 +503,19 @@ def _tracing(folder: Path) -> Iterator[None]:
 
 
 def _unwritten_trace(folder: Path, error: Exception) -> OutputError:
-    """Returns the error for a trace that JAX's profiler could not write."""
     reason = " ".join(str(error).split())[:200].rstrip(".")
     remedy = "Free some space, or choose another folder with --out"
     return OutputError(str(folder), f"The trace cannot be written: {reason}", remedy)
 
 
 def memory_lines(call: Any, devices: Sequence[jax.Device]) -> list[str]:
-    """Returns lines of text about the memory that a stage takes: of each program by its compiler, and then of the
-    fullest device by the backend's count.
-    """
+    """Returns lines on a stage's memory: of each program by its compiler, and of the fullest device by the backend."""
     if not isinstance(call, Compiled):
         return ["it runs on the host, and takes no memory of a device"]
-    name, lines = f"'{call.network.name}'", []
-    if not call.jit:
-        lines = [f"{name} ran op by op: no program was compiled"]
-    for memory in [program.memory_analysis() for program in call.programs.values()] if call.jit else []:
+    name = f"'{call.network.name}'"
+    lines = [] if call.jit else [f"{name} ran op by op: no program was compiled"]
+    for program in call.programs.values() if call.jit else ():
+        memory = program.memory_analysis()
         if memory is None:
             lines.append(f"{name}: this backend's compiler does not say what a program takes")
             continue

@@ -159,7 +159,11 @@ class StageAtHand:
         # Stages in PyTorch run in one process alone: another machine might round differently.
         run = functools.partial(self._outputs, journey, ledger, inputs)  # load, shard, compile, run
         is_everywhere = stage.network is not None or journey.task.encodes_on_devices(stage)
-        outputs = run() if is_everywhere else dict(hosts.pair_from_first(lambda: (None, run()))[1])
+        if is_everywhere:
+            outputs = run()
+        else:
+            _, tensors = hosts.pair_from_first(lambda: (None, run()))  # no data beside the tensors
+            outputs = dict(tensors)
         journey.write(stage, outputs, ledger)  # save
         journey.note_seconds(stage, "save")
 

@@ -89,8 +89,8 @@ class Unfinished:
             fact = f"A run with {key} {earlier!r} was stopped here, and this one has {current!r}"
             raise ArtefactForeignError(str(file), fact, remedy, key=key)
         if manifest.inputs != dict(shas):
-            earlier = {str(name): sha for name, sha in manifest.inputs.items()}
-            other = next((name for name, sha in shas.items() if earlier.get(name) != sha), "encode")
+            digests = {str(name): sha for name, sha in manifest.inputs.items()}
+            other = next((name for name, sha in shas.items() if digests.get(name) != sha), "encode")
             what = "other embeddings" if other == "encode" else f"another '{other}'"
             raise ArtefactForeignError(str(file), f"The run that was stopped here had {what}", remedy)
         done, total = manifest.done, self.task.settings.steps
@@ -120,7 +120,6 @@ def steps(
     if stage.name not in DENOISING:
 
         def until_stopped(items: Iterable[Any], done: int, total: int) -> Iterator[Any]:
-            """Yields the items under the progress bar; stops the run before an item if a stop is requested."""
             for item in bar(items, done=done, total=total):
                 stopping.check(task.folder, f"in '{stage.name}'")
                 yield item
@@ -134,18 +133,15 @@ def steps(
         timestep: Any = None,
         kept: family.Kept | None = None,
     ) -> None:
-        """Checks the state after step `number`, saves it every few steps and before a stop, and stops if requested.
-
-        Args:
-            kept: Returns further tensors to save, such as those of a step cache.
-        """
+        """Checks the state after step `number`, saves it every few steps and before a stop, and stops if requested."""
         _check_finite(task, stage, number, state, timestep)
         if task.job.keep_steps:
             unfinished.keep(number, state, facts())
         if number < total:
             stop = stopping.is_requested()
             if stop or number % task.job.save_every == 0:
-                unfinished.save(number, {**state, **(kept() if kept is not None else {})}, facts())
+                further = kept() if kept is not None else {}  # such as the tensors of a step cache
+                unfinished.save(number, {**state, **further}, facts())
             if stop:
                 stopping.stop(task.folder, f"after step {number} of {total}")
 
@@ -191,7 +187,8 @@ def _difference(
     earlier |= {"jit": manifest.jit, "xla flags": manifest.xla_flags and manifest.xla_flags.model_dump()}
     current |= {key.replace("_", " "): value for key, value in task.request.execution.row(task.machine).items()}
     code = leaves({"card": manifest.card, "code": manifest.code})
-    earlier, current = earlier | code, current | dict.fromkeys(code) | leaves(task.code(stage))
+    earlier |= code
+    current |= dict.fromkeys(code) | leaves(task.code(stage))  # None for code that is gone
     earlier |= {f"version of {name}": version for name, version in manifest.versions.items()}
     current |= {f"version of {name}": version for name, version in versions().items()}
     if upstream is not None and manifest.upstream is not None:

@@ -125,7 +125,7 @@ def read_prompts(file: Path) -> list[Line]:
             try:
                 lines.append(_line(line, str(file), number))
             except TorchportError as error:
-                mistakes += [error, *error.others]
+                mistakes += [error, *error.others]  # without its `others`, `error` does not report them again
                 error.others = ()
     mistakes += _shared_folders(lines)
     if mistakes:
@@ -146,7 +146,7 @@ def _line(text: str, file: str, number: int) -> Line:
         raise SyntaxYamlError(place, f"Not JSON: {' '.join(str(error).split())[:200]}", remedy) from error
     if not isinstance(data, dict):
         raise SyntaxYamlError(place, f"It is no JSON object: {text[:80]}", remedy)
-    document = Document(file, data, {(): number})
+    document = Document(file, data, lines={(): number})
     prompt = validated(Prompt, document)
     return Line(prompt, place, prompt.out or f"{number:04}")
 
@@ -210,7 +210,8 @@ class Video:
 
     def advance(self, journey: Journey) -> None:
         """Sets `stage` to the next stage; after the last stage, finishes the run and ends the video as "done"."""
-        self.stage = next(self.stages or iter(()), None)
+        assert self.stages is not None
+        self.stage = next(self.stages, None)
         if self.stage is None:
             summary = journey.finish()
             self.seconds = sum(summary.seconds.values())
@@ -257,7 +258,7 @@ def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
             by_overrides.setdefault(wanted.overrides, task)
             videos.append(_video(line, task))
         except TorchportError as error:
-            for mistake in (error, *error.others):
+            for mistake in (error, *error.others):  # without its `others`, `error` does not report them again
                 mistake.place = f"{line.place} ({mistake.place.removeprefix('--set ').removeprefix('--')})"
                 mistakes.append(mistake)
             error.others = ()
@@ -319,10 +320,10 @@ def make(
         hosts.check_same({**task.job.model_dump(), **execution, "prompts": settings, "versions": versions()})
         hosts.from_first(lambda: atomic.make_folder(out))
         try:
-            waiting = len(videos) + 1
+            before = len(videos) + 1
             # Again, as long as videos get done: another process with the same `--out` may have unlocked some meanwhile.
-            while (left := sum(video.state == "waiting" for video in videos)) and left < waiting:
-                waiting = left
+            while (waiting := sum(video.state == "waiting" for video in videos)) and waiting < before:
+                before = waiting
                 for key in dict.fromkeys(shape(video.task) for video in videos):
                     _make_shape([video for video in videos if shape(video.task) == key], together, stopping)
             for video in videos:
@@ -408,7 +409,7 @@ def _attempt(video: Video, work: Callable[[], None], loaded_stage: path.StageAtH
             work()
     except OF_ONE_VIDEO as error:
         is_loading = loaded_stage is not None and loaded_stage.is_loading
-        if not _is_everywhere(error) or hosts.from_first(lambda: is_loading):
+        if not _is_everywhere(error) or hosts.from_first(lambda: is_loading):  # the same on all processes
             raise
         video.fail(error)
 

@@ -41,7 +41,7 @@ def check_mesh(mesh: Mapping[Axis, int], devices: int, machine: str, place: str)
 
 
 def with_mesh(job: Job, strategy: Strategy, document: Document) -> Job:
-    """Returns a job with a mesh: its own; or its strategy's, if it has none, or if a flag sets its strategy alone."""
+    """Returns a job with its own mesh; with its strategy's, if it has none, or if a flag sets the strategy alone."""
     exchanged = ("strategy",) in document.flags and not any(path[0] == "mesh" for path in document.flags)
     return job.model_copy(update={"mesh": strategy.mesh}) if exchanged or "mesh" not in document.data else job
 
@@ -70,8 +70,8 @@ def check_used(
     used = axes_of(rules, activations)
     for axis, size in mesh.items():
         if size > 1 and axis not in used:
-            remedy = "Write a strategy whose rules split something, or leave the axis out and plan one device"
-            remedy = f"Use the axes {', '.join(sorted(used))}" if used else remedy
+            without = "Write a strategy whose rules split something, or leave the axis out and plan one device"
+            remedy = f"Use the axes {', '.join(sorted(used))}" if used else without
             fact = f"{axis}={size} splits nothing: no rule of {owner} names it"
             raise MeshError(place(axis), fact, remedy, axis=axis)
 
@@ -103,7 +103,7 @@ def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sh
     if len({spot.island for spot in where}) == 1:  # JAX's own order, in rings of chips, is for one slice
         try:
             jax_mesh = mesh_utils.create_device_mesh(sizes, devices)
-        except NotImplementedError:  # it has none for these sizes
+        except NotImplementedError:  # JAX has no order for these sizes
             candidates = []
         else:
             number = {device.id: n for n, device in enumerate(devices)}
@@ -155,16 +155,16 @@ def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places:
     """
     used = firsts(rules, names)
     for number, rule in enumerate(rules):
-        if number not in used and not rule.is_shared:
+        if number not in used and not rule.is_shared:  # a shared strategy is for networks that it does not know
             covered = any(matches(rule, name) for name in names)
             known = list(dict.fromkeys(names))
-            fact = "matches only tensors that an earlier rule has taken"
-            fact = fact if covered else f"matches none of {len(known)} tensors"
-            plain = rule.match.replace("\\.", ".").replace("\\d+", "0")
+            unmatched = f"matches none of {len(known)} tensors"
+            fact = "matches only tensors that an earlier rule has taken" if covered else unmatched
+            example = rule.match.replace("\\.", ".").replace("\\d+", "0")  # a name that the rule would match
             if len(known) >= 12:  # a network may have thousands
-                known = difflib.get_close_matches(plain, known, n=3, cutoff=0.3) or known[:3]
+                known = difflib.get_close_matches(example, known, n=3, cutoff=0.3) or known[:3]
             where = places[number] if places else place
-            remedy = f"Remove it or mend it. {nearest(plain, known)}"
+            remedy = f"Remove it or mend it. {nearest(example, known)}"
             raise DeadRuleError(where, f"Rule {number + 1}, '{rule.match}', {fact}", remedy, rule=rule.match)
 
 
@@ -199,12 +199,12 @@ def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis,
     for spec in (rule.spec, *rule.otherwise):
         if spec == "replicate":
             return rule.model_copy(update={"spec": spec})
-        pairs = enumerate(zip(shape, dims_of(spec), strict=False))
+        pairs = enumerate(zip(shape, dims_of(spec), strict=False))  # dims beyond the spec's are not split
         undivided = [(dim, axes) for dim, (size, axes) in pairs if size % ways(axes, mesh)]
         uneven += undivided
-        if len(spec) > len(shape) and rule.is_shared:  # a shared strategy is for networks that it does not know
-            continue
         if len(spec) > len(shape):
+            if rule.is_shared:  # a shared strategy is for networks that it does not know
+                continue
             fact = f"'{rule.match}' has a spec of {len(spec)} dims, and '{name}' has {len(shape)}"
             raise MeshError(place, fact, "Shorten the spec, or narrow the rule", name=name)
         if not undivided:
@@ -280,18 +280,18 @@ def shape(tensor: torch.Tensor, where: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
-    """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part. The dtype stays,
-    even with 64 bits: `enable_x64` keeps JAX from taking 32. Raises for a dtype that NumPy lacks.
-    """
+    """Returns a torch tensor in host memory as a JAX array of its dtype; each device receives only its own part."""
+    # NumPy cannot read a conjugate or a negative that torch has not computed yet.
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if tensor.dtype == torch.bfloat16:  # NumPy has none: the bits go through int16
+    if tensor.dtype == torch.bfloat16:  # NumPy has no bfloat16: the bits go through int16
         array: Any = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     else:
         try:
             array = tensor.numpy()
         except TypeError as error:
             kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            raise PlacementError(kind, "NumPy has no such numbers", "Cast it where that is meant") from error
+            raise PlacementError(kind, "NumPy has no such numbers", "Cast it to a dtype that NumPy has") from error
+    # Otherwise JAX would narrow 64 bits to 32.
     with jax.enable_x64(True):
         return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
 
@@ -300,6 +300,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     """Returns a JAX array, gathered from all hosts, as a torch tensor in host memory; bit for bit. Where several
     processes run together, all of them must call this, and each gets the whole array.
     """
+    # It is read-only, so it is copied: torch's tensors can be written to.
     host = to_host(array)
     if host.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(host.view(numpy.int16).copy()).view(torch.bfloat16)

@@ -26,14 +26,14 @@ def constrain(module: torch.nn.Module, rules: Sequence[ActivationRule], mesh: ja
 def check(
     module: torch.nn.Module, rules: Sequence[ActivationRule], sizes: Mapping[Axis, int], place: str
 ) -> Callable[[], None]:
-    """Adds hooks that refuse outputs of modules which their rule does not fit; see `constrain`.
+    """Adds hooks that refuse a module's output if the module's rule does not fit the output; see `constrain`.
 
     Returns:
         A function to call after the network was called. It refuses a rule if none of its modules was called.
     """
     module_rules, called = rule_by_module(module, rules, place), set[str]()
 
-    def check_output(name: str, rule: ActivationRule, module: Any, inputs: Any, output: Any) -> None:
+    def check_output(name: str, rule: ActivationRule, submodule: Any, inputs: Any, output: Any) -> None:
         """Refuses an output that does not fit, and notes that the module was called: a forward hook."""
         _check_output(name, rule, sizes, place, output)
         called.add(name)
@@ -41,7 +41,7 @@ def check(
     def check_called() -> None:
         """Refuses a rule if none of its modules was called: the rule would have no effect."""
         for number, rule in enumerate(rules, 1):
-            names = [name for name in module_rules if module_rules[name] is rule]
+            names = [name for name, module_rule in module_rules.items() if module_rule is rule]
             if called.isdisjoint(names) and not rule.is_shared:
                 fact = f"Rule {number}, '{rule.match}', matches modules that are not called ('{names[0]}')"
                 raise DeadRuleError(place, fact, "Name the modules that return the tensors", rule=rule.match)
@@ -52,7 +52,7 @@ def check(
 
 
 def rule_by_module(module: torch.nn.Module, rules: Sequence[ActivationRule], place: str) -> dict[str, ActivationRule]:
-    """Returns the first matching rule of submodules, by their names; refuses a rule that is the first match of none."""
+    """Returns each submodule's first matching rule, by the submodule's name; refuses a rule that is nobody's first."""
     names = [name for name, _ in module.named_modules() if name]
     numbers = {
         name: next((n for n, rule in enumerate(rules) if re.fullmatch(rule.match, name)), None) for name in names
@@ -60,7 +60,7 @@ def rule_by_module(module: torch.nn.Module, rules: Sequence[ActivationRule], pla
     for number, rule in enumerate(rules):
         if number not in numbers.values() and not rule.is_shared:
             fact = f"Rule {number + 1}, '{rule.match}', matches none of {len(names)} modules"
-            remedy = f"Remove it or mend it. {nearest(rule.match, names[:12])}"
+            remedy = f"Remove it or mend it. {nearest(rule.match, names[:12])}"  # a network may have thousands
             raise DeadRuleError(place, fact, remedy, rule=rule.match)
     return {name: rules[number] for name, number in numbers.items() if number is not None}
 

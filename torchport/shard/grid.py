@@ -32,7 +32,7 @@ class Spot:
 
 
 def spots(devices: Sequence[Any]) -> list[Spot]:
-    """Returns the place of each device, one of JAX's own or of a topology."""
+    """Returns the place of each device; the devices are JAX's own, or those of an absent slice."""
     places, devices_of_process = [], collections.Counter[int]()
     for device in devices:
         if hasattr(device, "coords"):
@@ -56,14 +56,14 @@ def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ())
         candidates: Further orders; the first of them is returned, unless another order is more compact, or as compact
             with neighbours that are closer.
     """
-    # Without any order, as for devices that do not fill a box, the devices keep theirs.
+    # If there is no order at all, as for devices that do not fill a box, the devices keep theirs.
     orders = [*candidates, *_boxes(sizes, where)] or [list(range(len(where)))]
     return min(orders, key=lambda numbers: _spread(sizes, [where[number] for number in numbers]))
 
 
 def _spread(sizes: Sizes, ordered: Sequence[Spot]) -> tuple[list[tuple[int, ...]], int]:
-    """Returns how far apart the devices of groups are, a smaller value being better: for each axis, inner first, the
-    islands and the sides of the worst group's box, and then the sum of distances between successive devices.
+    """Returns how far apart the devices of groups are; a smaller value is better. First come, for each axis, inner axes
+    first, the islands and the sides of the worst group's box; then the sum of distances between successive devices.
     """
     worst, distance = [], 0
     for axis in reversed(range(len(sizes))):
@@ -94,20 +94,22 @@ def _sides(group: Sequence[Spot]) -> list[int]:
 def _boxes(sizes: Sizes, where: Sequence[Spot]) -> Iterator[Order]:
     """Yields orders in which each group has a box of the grid, boxes inside boxes; none if the grid has gaps."""
     keys = [(spot.island, *reversed(spot.chip), spot.core) for spot in where]  # island, z, y, x, core
-    lines = [sorted(set(line)) for line in zip(*keys, strict=True)]
+    lines = [sorted(set(line)) for line in zip(*keys, strict=True)]  # all coordinates along each line of the grid
     if math.prod(map(len, lines)) != len(set(keys)) or len(set(keys)) != len(where):
         return
+    # The number of each device, by its coordinates: these are counted from 0 along each line.
     devices = {tuple(line.index(at) for line, at in zip(lines, key, strict=True)): n for n, key in enumerate(keys)}
     splits = [list(_factorisations(len(line), len(sizes))) for line in lines]
     for parts in itertools.product(*splits):  # for each line of the grid, a factor for each axis of the mesh
         if any(math.prod(part[axis] for part in parts) != size for axis, size in enumerate(sizes)):
             continue
+        # A box of an axis consists of the boxes of the axis inside it: a step along the axis is as long as such a box.
         strides = [[math.prod(part[axis + 1 :]) for part in parts] for axis in range(len(sizes))]
         walks = [_turning([part[axis] for part in parts]) for axis in range(len(sizes))]
         numbers = []
         for digits in itertools.product(*walks):  # for each axis, coordinates in its box
             pairs = zip(digits, strides, strict=True)
-            moves = ([d * s for d, s in zip(digit, stride, strict=True)] for digit, stride in pairs)
+            moves = ([at * length for at, length in zip(digit, stride, strict=True)] for digit, stride in pairs)
             numbers.append(devices[tuple(map(sum, zip(*moves, strict=True)))])
         yield numbers
 
@@ -146,6 +148,7 @@ def links(group: Sequence[Spot]) -> str:
     if math.prod(sides) == 1:
         return "one chip" if sides else "one host"
     gaps = " with gaps" if len({spot.chip for spot in group}) < math.prod(sides) else ""
+    # Only the longest side is longer than 1.
     if sides[-2:-1] == [1]:
         return f"1x{sides[-1]} line{gaps}"
     long_sides = [side for side in sides if side > 1]

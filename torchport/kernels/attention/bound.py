@@ -99,11 +99,11 @@ def of_weights(
                 block[side].append(weights[name])
                 # LayerNorm's offset lies beside its gain, and lengthens the norm's output.
                 offset = re.sub(r"weight$", "bias", name)
-                block[2 + side].extend([weights[offset]] if offset != name and offset in weights else [])
+                if offset != name and offset in weights:
+                    block[2 + side].append(weights[offset])
     for block in blocks.values():
-        for group in block:
-            if not all(hasattr(array, "__array__") for array in group):
-                return None
+        if not all(hasattr(array, "__array__") for group in block for array in group):
+            return None
     bounds = []
     for block in blocks.values():
         gains_q, gains_k, offsets_q, offsets_k = ([numpy.asarray(x, numpy.float64) for x in group] for group in block)

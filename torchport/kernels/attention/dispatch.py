@@ -75,14 +75,11 @@ class Problem:
 
 def platform() -> tuple[str, str | None]:
     """Returns platform and TPU chip (None elsewhere) of the current mesh, or of JAX's first device without a mesh."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
+    device: Any = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
-        first = jax.devices()[0]
-        platform, kind = first.platform, first.device_kind
-    else:
-        platform, kind = device.platform, device.device_kind
-    chips = [name for name, chip in TPU_CHIPS.items() if kind in chip.kinds]
-    return ("gpu" if platform in ("cuda", "gpu") else platform), (chips[0] if chips else None)
+        device = jax.devices()[0]
+    chip = next((name for name, chip in TPU_CHIPS.items() if device.device_kind in chip.kinds), None)
+    return ("gpu" if device.platform in ("cuda", "gpu") else device.platform), chip
 
 
 def _int32_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Array:
@@ -100,8 +97,10 @@ def _int32_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Arra
 
 def check_call(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, window: Any) -> None:
     """Refuses tensors whose shapes or dtypes do not fit together, and a window that is not (left, right)."""
-    sides = window if isinstance(window, tuple) and len(window) == 2 else ("none",)
-    if window is not None and not all(side is None or (type(side) is int and side >= 0) for side in sides):
+    is_pair = isinstance(window, tuple) and len(window) == 2
+    # By `type`, as `isinstance` takes a bool for an int.
+    is_window = is_pair and all(side is None or (type(side) is int and side >= 0) for side in window)
+    if window is not None and not is_window:
         remedy = "It must be (left, right), each a whole number of keys or None"
         raise AttentionError("attention", f"window is {window!r}", remedy)
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
@@ -231,8 +230,7 @@ def attention(
         [B, H, S, D] of q's dtype; 0 for a query that sees no key. It has no reverse mode.
     """
     check_call(q_BHSD, k_BHTD, v_BHTD, mask, window)
-    batch, _, queries, size = q_BHSD.shape
-    keys = k_BHTD.shape[2]
+    (batch, _, keys, size), queries = k_BHTD.shape, q_BHSD.shape[2]
     lengths_B = None if lengths is None else _int32_lengths("lengths", lengths, batch, keys)
     if query_lengths is None and queries == keys:
         query_lengths = lengths_B
@@ -240,11 +238,12 @@ def attention(
     # A mean is no longer than the longest key, so keys less their mean are at most twice as long.
     limit = score_bound(bound, 2 * factor if smooth_keys else factor)
     k_BHTD = splash.smooth(k_BHTD, lengths_B) if smooth_keys else k_BHTD
-    kind = (*platform(), q_BHSD.dtype, size, factor, causal, window)
+    kind = (*platform(), q_BHSD.dtype, size, factor, causal, window)  # the first fields of `Problem`
     interpret = interpret or current().interpret
     problem = Problem(*kind, masked=mask is not None, bound=limit, tile=tile, interpret=interpret)
     run = _implementation(implementation, problem, q_BHSD.shape[:3], keys)
-    output = run(q_BHSD, k_BHTD, v_BHTD, lengths_B=lengths_B, **({} if mask is None else {"mask": mask}))
+    run = run if mask is None else functools.partial(run, mask=mask)  # only `plain` takes a mask
+    output = run(q_BHSD, k_BHTD, v_BHTD, lengths_B=lengths_B)
     if query_lengths is None:
         return output
     valid_BS = jnp.arange(queries) < _int32_lengths("query_lengths", query_lengths, batch, queries)[:, None]
@@ -252,11 +251,7 @@ def attention(
 
 
 def score_bound(bound: float | str | None, factor: float) -> float | None:
-    """Returns the bound of |factor * q . k|; None if `bound` is None or an unknown name.
-
-    Args:
-        bound: The bound of |q . k|: a number, or a name in `Context.bounds`.
-    """
+    """Returns the bound of |factor * q . k|; None for None and unknown names. `bound` is of |q . k|, or its name."""
     limit = current().bounds.get(bound) if isinstance(bound, str) else bound
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
         raise AttentionError("attention", f"bound is {limit!r}", "It must be a positive number, or the name of one")
@@ -322,7 +317,6 @@ def _choice_for_platform(problem: Problem) -> str:
 
 
 def _refusal(name: str, fact: str, remedy: str) -> AttentionError:
-    """Returns the error for a call that the named implementation does not compute."""
     return AttentionError(f"attention {name}", fact, remedy, name=name)
 
 
@@ -344,7 +338,6 @@ def _check_kernel(name: str, problem: Problem) -> None:
 
 
 def _check_int8(chip: str | None) -> None:
-    """Refuses chips that multiply int8 no faster than bfloat16."""
     if chip is not None and chip not in EXPONENT:
         fact = f"{chip} multiplies int8 no faster than bfloat16"
         raise _refusal("splash_int8", fact, "Use implementation 'splash_transposed'")
@@ -388,8 +381,14 @@ def transposed_settings(
     assert isinstance(tile, tiles.Tile)  # JAX's own kernel alone has another kind
     fitted, itemsize = tile.fitted(queries, keys), jnp.dtype(problem.dtype).itemsize
     tiles.check_vmem(fitted, head_size=head_size, heads=heads, itemsize=itemsize, bounded=problem.bounded, vmem=vmem)
-    exponent, left = EXPONENT[chip] if int8 else None, vmem - tiles.RESERVED
-    return transposed.KernelSettings(problem.scale, problem.bounded, tile, left, exponent, problem.interpret)
+    return transposed.KernelSettings(
+        problem.scale,
+        problem.bounded,
+        tile,
+        vmem_bytes=vmem - tiles.RESERVED,
+        int8=EXPONENT[chip] if int8 else None,
+        interpret=problem.interpret,
+    )
 
 
 def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Callable[..., jax.Array]:
@@ -434,22 +433,22 @@ def _query_axes(sizes: Mapping[str, int], queries: int, keys: int) -> tuple[str,
 
 
 def _check_axes(mesh: Any) -> None:
-    """Refuses a mesh none of whose axes splits the batch or the heads, and one with explicit axes."""
+    """Refuses a mesh with explicit axes, and a mesh without an axis that splits the batch or the heads."""
+    # With explicit axes, `shard_map` takes only arrays that are split as its `in_specs` say already.
     if jax.sharding.AxisType.Explicit in mesh.axis_types:
         remedy = "Make it with axis_types=(jax.sharding.AxisType.Auto, ...)"
         raise AttentionError("attention", f"The mesh {dict(mesh.shape)} has explicit axes", remedy)
     axes = (*BATCH_AXES, *HEAD_AXES)
     if all(size == 1 for axis, size in mesh.shape.items() if axis in axes):
+        fact = f"No axis of the mesh {dict(mesh.shape)} splits the batch or the heads"
         remedy = f"Name its axes {', '.join(axes)}, or call attention inside a jax.shard_map of your own"
-        raise AttentionError(
-            "attention", f"No axis of the mesh {dict(mesh.shape)} splits the batch or the heads", remedy
-        )
+        raise AttentionError("attention", fact, remedy)
 
 
 def _dividing_axes(axes: tuple[str, ...], sizes: Mapping[str, int], count: int) -> tuple[str, ...]:
     """Returns the axes of a mesh that split `count` items evenly: (sp=2, tp=3) for 4 items gives (sp,)."""
     chosen: tuple[str, ...] = ()
     for axis in axes:
-        if count % (math.prod(sizes[name] for name in chosen) * sizes.get(axis, 1)) == 0 and axis in sizes:
+        if axis in sizes and count % math.prod(sizes[name] for name in (*chosen, axis)) == 0:
             chosen += (axis,)
     return chosen

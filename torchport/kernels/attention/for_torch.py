@@ -73,7 +73,8 @@ def token_multiple(tokens: torch.Tensor) -> int:
     import jax
 
     # A rehearsal's tokens are on meta, and an abstract mesh is set for it.
-    if not engine.is_traced(tokens) and (not tokens.is_meta or jax.sharding.get_abstract_mesh().empty):
+    is_rehearsal = tokens.is_meta and not jax.sharding.get_abstract_mesh().empty
+    if not engine.is_traced(tokens) and not is_rehearsal:
         return 1
     from torchport.kernels.attention import self_attention
 
@@ -188,4 +189,4 @@ def _by_head(stream: Stream, heads: int) -> tuple[torch.Tensor, torch.Tensor, to
         by_head = x.reshape(*x.shape[:2], heads, -1)
         return by_head if norm is None or is_over_all else norm(by_head).to(x.dtype)
 
-    return parted(stream.q, stream.norm_q), parted(stream.k, stream.norm_k), parted(stream.v, None)
+    return parted(stream.q, stream.norm_q), parted(stream.k, stream.norm_k), parted(stream.v, norm=None)

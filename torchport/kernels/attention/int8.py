@@ -66,6 +66,7 @@ def quantised(
         for keys, _ in arrays
     ]
     factors = [1 / quantum for quantum in quanta_q]
+    # Each feature gets the factor of its head, without a dim of heads.
     head = lax.broadcasted_iota(jnp.int32, (1, 1, features), 2) // head_size
     factor_BSF = factors[0][..., None]
     for number, factor in enumerate(factors):
@@ -96,7 +97,6 @@ def _quantum(peak: jax.Array) -> jax.Array:
 
 
 def _rounded(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """Returns x times a factor, rounded to int8."""
     return jnp.round(x.astype(jnp.float32) * factor).astype(jnp.int8)
 
 
@@ -107,7 +107,7 @@ class Int8Softmax(Softmax):
     rows: Any  #: Factors of the scores of each query, float32 [1, block_q].
 
     def multiply_keys(self, keys: jax.Array, cell: Cell) -> None:
-        """Multiplies keys with a cell's queries, and stores the probabilities; packed, as pairs of bfloat16."""
+        """Multiplies keys with a cell's queries, and stores the probabilities; if packed, as pairs of bfloat16."""
         if not self.plan.packed:
             super().multiply_keys(keys, cell)
             return

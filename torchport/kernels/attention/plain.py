@@ -104,11 +104,7 @@ class _Inputs:
         return start, (end + self.block_kv - 1) // self.block_kv
 
     def scores(self, q_BHQD: jax.Array, first_row: Any, first_column: Any, unseen: Any) -> jax.Array:
-        """Returns the scores of a tile and a chunk, float32 [B, H, Q, C], with -inf for keys that take no part.
-
-        Args:
-            unseen: Index of the first key that is in no earlier chunk.
-        """
+        """Returns the scores of a tile and a chunk, float32 [B, H, Q, C], with -inf for keys that take no part."""
         k_BHCD = lax.dynamic_slice_in_dim(self.k, first_column, self.block_kv, axis=2)
         precision = lax.Precision.HIGHEST if q_BHQD.dtype == jnp.float32 else None
         s_BHQC = self.scale * jnp.einsum(
@@ -116,6 +112,7 @@ class _Inputs:
         )
         columns_C = first_column + jnp.arange(self.block_kv)
         rows_Q = first_row + jnp.arange(self.block_q)
+        # Keys before `unseen` were in an earlier chunk.
         seen = visible(rows_Q, columns_C, self.lengths, self.causal, self.window) & (columns_C >= unseen)
         if self.mask is not None:
             block = lax.dynamic_slice_in_dim(self.mask, first_row, self.block_q, axis=2)

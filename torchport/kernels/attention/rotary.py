@@ -68,8 +68,8 @@ def normalised(x_BSF: jax.Array, norm: Norm | None, axis: str | None = None) -> 
         return x_BSF
 
     def mean(x: jax.Array) -> jax.Array:
-        mean = x.mean(-1, keepdims=True)
-        return mean if axis is None else lax.pmean(mean, axis)
+        here = x.mean(-1, keepdims=True)
+        return here if axis is None else lax.pmean(here, axis)
 
     x = x_BSF.reshape(*x_BSF.shape[:2], -1, norm.weight.shape[0]).astype(jnp.float32)
     x = x - mean(x) if norm.centred else x
@@ -143,7 +143,8 @@ def norm_rotary(
         sizes = {"batch": count, "tokens": tokens, "features": features, "groups": heads.groups, "size": heads.size}
         arguments = {**sizes, "padded": heads.padded, **{name: int(value) for name, value in kind.items()}}
         moved = 2 * x_BSF.nbytes // batch * count + count * sum(table.nbytes for table in tables)
-        note(Pass("norm_rotary", f"{__name__}:alone", arguments, (count * (tokens // rows),), moved))
+        loops = (count * (tokens // rows),)  # over the grid alone
+        note(Pass("norm_rotary", f"{__name__}:alone", arguments, loops=loops, bytes=moved))
     table = pl.BlockSpec((rows, LANES), lambda b, i: (i, 0))
     call = pl.pallas_call(
         functools.partial(_kernel, norm, heads),
@@ -183,7 +184,9 @@ def alone(
     """
 
     def run(x: jax.Array, cos: jax.Array, sin: jax.Array, *gains: jax.Array) -> jax.Array:
-        norm = Norm(gains[0], gains[1] if bias else None, 1e-6, bool(centred), not centred) if gains else None
+        norm = None
+        if gains:
+            norm = Norm(gains[0], gains[1] if bias else None, eps=1e-6, centred=bool(centred), twice=not centred)
         return norm_rotary(x, norm, cos, sin, Heads(size, padded, groups))
 
     table = jax.ShapeDtypeStruct((tokens, size), jnp.float32)
@@ -244,7 +247,7 @@ def _statistics(columns: list[jax.Array], norm: Norm, heads: Heads) -> tuple[jax
     """Returns mean and reciprocal deviation [rows, 1 or 128], of each head or of all heads; an RMSNorm's mean is None.
     `columns` are features [rows, 128] that are normalised together: the registers of all heads, or a single register.
     """
-    count, over_all = norm.weight.shape[0], norm.is_over_all(heads.size)
+    count, over_all = norm.weight.shape[0], norm.is_over_all(heads.size)  # padding does not count
     lane = lax.broadcasted_iota(jnp.int32, columns[0].shape, 1)
 
     def total(parts: list[jax.Array]) -> jax.Array:

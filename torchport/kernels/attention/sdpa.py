@@ -37,7 +37,6 @@ def scaled_dot_product_attention(
         query: [..., S, D], two dims or more; the dim before S is that of the heads.
         key: [..., T, D]; a batch or head dim of 1 stands for all of the queries', and the other way round.
         attn_mask: bool or float, broadcast to [..., S, T].
-        dropout_p: 0.
 
     Returns:
         [..., S, D]; 0 for a query that sees no key.
@@ -56,7 +55,9 @@ def scaled_dot_product_attention(
             is_same = math.prod(attn_mask.shape[:-3]) == 1  # for all samples: copies of it would take memory
             attn_mask = _one_batch(attn_mask, (1,) * len(batch) if is_same else batch)
         query, key, value = (_one_batch(x, batch) for x in (query, key, value))
-        folded = scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+        folded = scaled_dot_product_attention(
+            query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
         return folded.reshape(*batch, *folded.shape[1:])
     q, k, v = (_with_four_dims(x) for x in (query, key, value))
     if enable_gqa:
@@ -67,9 +68,8 @@ def scaled_dot_product_attention(
         jnp.broadcast_to(x, [*(m if n == 1 else n for n, m in zip(x.shape[:2], lead, strict=True)), *x.shape[2:]])
         for x in (q, k, v)
     )
-    size = v.shape[3]
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    widest = max(q.shape[3], size)  # zeros change no product
+    widest = max(q.shape[3], v.shape[3])  # zeros change no product
     q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, widest - x.shape[3]))) for x in (q, k, v))
     if attn_mask is None:
         output = attention(q, k, v, scale=scale, causal=is_causal)
@@ -77,13 +77,13 @@ def scaled_dot_product_attention(
         output = _over_valid_keys(q, k, v, attn_mask, scale)
     else:
         output = attention(q, k, v, scale=scale, mask=_full_mask(attn_mask, q.shape, k.shape[2]))
-    return output[..., :size].reshape(*output.shape[4 - dims : 3], size)
+    return output[..., : value.shape[-1]].reshape(*output.shape[4 - dims : 3], value.shape[-1])
 
 
 def _batch_dims(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> tuple[int, ...]:
     """Returns the dims of a call before the heads; refuses tensors and a mask that do not broadcast."""
     tensors = (query, key, value)
-    heads = max(size for x in tensors for size in (1, *x.shape[-3:-2]))
+    heads = max(size for x in tensors for size in (1, *x.shape[-3:-2]))  # 1 for a tensor without a dim of heads
     try:
         batch = jnp.broadcast_shapes(*(x.shape[:-3] for x in tensors))
         scores = (*(batch or (1,)), heads, query.shape[-2], key.shape[-2])
@@ -118,15 +118,12 @@ def _one_batch(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 
 
 def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float | None) -> jax.Array:
-    """Returns attention under a mask over keys: valid keys are moved to the front, and their number becomes a length.
-
-    If the mask differs by head, each head becomes a sample.
-    """
+    """Returns attention under a mask over keys: valid keys move to the front, and their number becomes a length."""
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     mask = _with_four_dims(mask)
     mask = jnp.broadcast_to(mask[:, :, 0], (batch, heads if mask.shape[1] > 1 else 1, keys))
-    if mask.shape[1] > 1:
+    if mask.shape[1] > 1:  # each head becomes a sample
         q, k, v = (x.reshape(batch * heads, 1, *x.shape[2:]) for x in (q, k, v))
     valid_BT = mask.reshape(-1, keys)
     order = jnp.argsort(~valid_BT, axis=1, stable=True)[:, None, :, None]

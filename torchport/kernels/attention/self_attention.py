@@ -57,9 +57,7 @@ def uses_kernel() -> bool:
 
 
 def fits(batch: int, heads: int, head_size: int) -> bool:
-    """Returns whether `attention` of this module computes a call of these sizes: the kernel may be used and takes the
-    head size, and the current mesh divides samples and heads.
-    """
+    """Returns whether the kernel takes a call of these sizes: its head size, and its samples and heads on the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     divided = heads % math.prod(mesh_ways()) == 0 and batch % mesh.shape.get("dp", 1) == 0
     return uses_kernel() and head_size <= LANES and head_size % 2 == 0 and divided and not mesh.manual_axes
@@ -102,22 +100,22 @@ def attention(
         fact = f"There are {count} tokens, {valid} of them valid"
         raise AttentionError("self_attention", fact, f"Pad them to a multiple of {need}", multiple=need)
     limit, interpret = score_bound(bound, size**-0.5), current().interpret
-    kind = (*platform(), tokens.q.dtype, size, size**-0.5)
+    kind = (*platform(), tokens.q.dtype, size, size**-0.5)  # the first fields of `Problem`
     problem = Problem(*kind, causal=False, window=None, masked=False, bound=limit, tile=None, interpret=interpret)
     note = current().note
     if note is not None:
         keys, arrays = valid + longest, 1 if further is None else 2
         dtype = tokens.q.dtype.name
         name = "splash_int8" if _int8(problem) else "splash_transposed"
+        # Queries and keys are the same tokens.
         note(Traced(name, batch, heads, keys, keys, size, problem.bounded, arrays=arrays, dtype=dtype))
     cos, sin = (jnp.pad(table, ((0, count - valid), (0, 0))) for table in (cos_SD, sin_SD))
     run = functools.partial(_local, problem, heads // math.prod(mesh_ways()), valid)
     if further is None:
-        return _on_shards(run, tokens, None, cos, sin, None, size=size)
-    padding = -longest % TAIL
-    further = dataclasses.replace(
-        further, **{key: jnp.pad(getattr(further, key), ((0, 0), (0, padding), (0, 0))) for key in "qkv"}
-    )
+        return _on_shards(run, tokens, further=None, cos=cos, sin=sin, lengths=None, size=size)
+    padding = ((0, 0), (0, -longest % TAIL), (0, 0))
+    q, k, v = (jnp.pad(x, padding) for x in (further.q, further.k, further.v))
+    further = dataclasses.replace(further, q=q, k=k, v=v)
     lengths_B = jnp.full((batch,), longest) if lengths_B is None else jnp.clip(lengths_B, 0, longest)
     out, out_further = _on_shards(run, tokens, further, cos, sin, lengths_B.astype(jnp.int32), size=size)
     assert out_further is not None
@@ -129,7 +127,8 @@ def linear_of_parts(x_BKNSF: jax.Array, weight_OF: jax.Array, bias_O: jax.Array 
     _, ways, groups, _, part = x_BKNSF.shape
     weight = weight_OF.astype(x_BKNSF.dtype).reshape(-1, ways, groups, part)
     # Of x's dtype at once, as torchax's own linear is: devices of `tp` would sum float32, twice the bytes.
-    output = lax.dot_general(x_BKNSF, weight, (((1, 2, 4), (1, 2, 3)), ((), ())), preferred_element_type=x_BKNSF.dtype)
+    dims = (((1, 2, 4), (1, 2, 3)), ((), ()))  # summed over K, N and F of both
+    output = lax.dot_general(x_BKNSF, weight, dims, preferred_element_type=x_BKNSF.dtype)
     return output if bias_O is None else output + bias_O.astype(x_BKNSF.dtype)
 
 
@@ -221,10 +220,10 @@ def _local(
     # An all-to-all needs its parts as the outermost dim. With several samples at once, XLA would copy in- and outputs.
     at_once = q.shape[0] if groups == 1 else 1
     parts = [attend(range(first, first + at_once)) for first in range(0, q.shape[0], at_once)]
-    out = _joined([part for part, _ in parts])[:, None]
+    out = jnp.concatenate([part for part, _ in parts])[:, None]
     if lengths_B is None:
         return out, None
-    out_further = _joined([part for _, part in parts if part is not None])
+    out_further = jnp.concatenate([part for _, part in parts if part is not None])
     is_valid = jnp.arange(out_further.shape[1]) < lengths_B[:, None]
     out_further = jnp.where(is_valid[..., None], out_further, jnp.zeros_like(out_further))
     if groups > 1:
@@ -235,11 +234,6 @@ def _local(
 def _int8(problem: Problem) -> bool:
     """Returns whether the kernel multiplies in eight bits: the program asks for it, and the problem allows it."""
     return current().implementation == "splash_int8" and problem.int8
-
-
-def _joined(parts: list[jax.Array]) -> jax.Array:
-    """Returns arrays of samples [B, ...] as a single array, joined along B."""
-    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _normalised(tokens: Tokens, size: int, *, only_over_all: bool = False) -> Tokens:
@@ -259,7 +253,7 @@ def _normalised(tokens: Tokens, size: int, *, only_over_all: bool = False) -> To
 
 def _all_to_all(x_BNSF: jax.Array, groups: int) -> jax.Array:
     """Exchanges parts along N between the devices of `sp`: device n returns part n of each device, in their order."""
-    return lax.all_to_all(x_BNSF, "sp", 1, 1, tiled=True) if groups > 1 else x_BNSF
+    return lax.all_to_all(x_BNSF, "sp", split_axis=1, concat_axis=1, tiled=True) if groups > 1 else x_BNSF
 
 
 def _heads_of_device(tokens: Tokens, layout: Heads) -> list[jax.Array]:
@@ -269,4 +263,4 @@ def _heads_of_device(tokens: Tokens, layout: Heads) -> list[jax.Array]:
     if layout.groups == 1:
         return qkv
     part = qkv[0].shape[2] // layout.groups
-    return [lax.dynamic_slice_in_dim(x, lax.axis_index("sp") * part, part, 2) for x in qkv]
+    return [lax.dynamic_slice_in_dim(x, lax.axis_index("sp") * part, part, axis=2) for x in qkv]

@@ -48,16 +48,15 @@ def _mask(queries: int, keys: int, left: int | None, right: int | None) -> Any:
         return splash_attention_mask.FullMask((queries, keys))
     if (left, right) == (None, 0):
         return splash_attention_mask.CausalMask((queries, keys))
-    return splash_attention_mask.LocalMask((queries, keys), (left, right), 0)
+    return splash_attention_mask.LocalMask((queries, keys), (left, right), offset=0)
 
 
 def _check_tile(tile: SplashTile) -> None:
     """Refuses a tile whose sizes are not the multiples that the kernel computes at once."""
     for name, block in dataclasses.asdict(tile).items():
         if block <= 0 or block % LANES:
-            raise AttentionError(
-                "attention 'splash'", f"{name} is {block}", f"Give a multiple of {LANES}", **{name: block}
-            )
+            remedy = f"Give a multiple of {LANES}"
+            raise AttentionError("attention 'splash'", f"{name} is {block}", remedy, **{name: block})
     if tile.block_kv % tile.block_kv_compute:
         raise AttentionError(
             "attention 'splash'",
@@ -69,8 +68,8 @@ def _check_tile(tile: SplashTile) -> None:
 
 
 def _padded(x_BHTD: jax.Array, tokens: int, first_BT: jax.Array | None = None) -> jax.Array:
-    """Returns queries, keys or values as [B * H, tokens, D], padded with zeros; with `first_BT`, with more features.
-    `first_BT` is the first of `FEATURES` added features, [B, tokens]; the others are 0. With None no feature is added.
+    """Returns queries, keys or values as [B * H, tokens, D], padded with zeros. With `first_BT` [B, tokens], each head
+    gets `FEATURES` more features: the first is `first_BT`, and the others are 0.
     """
     batch, heads, have, size = x_BHTD.shape
     more = 0 if first_BT is None else FEATURES
@@ -116,8 +115,9 @@ def attention(
     if lengths_B is not None or all_keys > keys:
         ends_B = jnp.full((batch,), keys, jnp.int32) if lengths_B is None else lengths_B
         valid_BT = jnp.arange(all_keys) < ends_B[:, None]
-        if padding == "feature":  # q's is 1 and a padded key's is HIDDEN, so their product hides the key
-            one_BS, hidden_BT, valid_BT = jnp.ones((batch, all_queries)), jnp.where(valid_BT, 0.0, HIDDEN), None
+        if padding == "feature":  # a query's is 1 and a padded key's is HIDDEN, so their product hides the key
+            one_BS, hidden_BT = jnp.ones((batch, all_queries)), jnp.where(valid_BT, 0.0, HIDDEN)
+            valid_BT = None  # the kernel needs no segment ids
     mask = _mask(all_queries, all_keys, *limits(causal, window))
     q_NSD = _padded(q_BHSD, all_queries, one_BS)
     k_NTD = _padded(without_padding(k_BHTD, lengths_B), all_keys, hidden_BT)

@@ -62,7 +62,7 @@ def attention(
             is_causal=right == 0,
             # Neither implementation defines the result for zero valid keys; it is overwritten below.
             key_value_seq_lengths=None if lengths_B is None else jnp.maximum(lengths_B, 1).astype(jnp.int32),
-            local_window_size=None if left is None and right in (0, None) else local,
+            local_window_size=None if left is None and right in (0, None) else local,  # full and causal need none
             implementation=implementation,
         )
     o_BHSD = jnp.swapaxes(o_BSHD, 1, 2)

@@ -54,10 +54,9 @@ class Tile:
 
     @property
     def cells_at_once(self) -> int:
-        """Cells (of `columns` queries) that the kernel computes at once on the last keys, which fill no whole chunk. It
-        is the largest divisor of the number of cells up to five.
-        """
+        """Cells (of `columns` queries) that the kernel computes at once on the last keys, which fill no whole chunk."""
         cells = self.block_q // self.columns
+        # Each time as many: a divisor of their number, up to five.
         return max((part for part in range(1, 6) if cells and cells % part == 0), default=1)
 
     def fitted(self, queries: int, keys: int) -> Tile:
@@ -77,8 +76,10 @@ class Tile:
             bounded: Whether there is a bound; without one, scores wait in float32.
         """
         width = heads * head_size
-        # Pallas keeps two blocks of q and of o, so that one is on its way while the other is used.
-        queries = 2 * 2 * self.block_q * width * itemsize + (heads > 1) * heads * self.block_q * width * itemsize
+        # Pallas keeps two blocks of q and of o, so that one is on its way while the other is used. If heads share a
+        # tile, the kernel also keeps each head's queries, with zeros for the others' features.
+        queries = 2 * 2 * self.block_q * width * itemsize
+        queries += heads * self.block_q * width * itemsize if heads > 1 else 0
         chunks = 2 * SLOTS * self.block_kv * width * itemsize + 2 * TAIL * width * itemsize
         statistics = 2 * heads * SUBLANES * (LANES if bounded else self.block_q) * 4
         sums = (width + heads * SUBLANES) * self.block_q * 4
@@ -128,8 +129,6 @@ def check_vmem(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded
 
 
 def _multiple_of(number: int) -> pydantic.AfterValidator:
-    """Returns a validator for a field that must be a positive multiple of a number."""
-
     def check(value: int) -> int:
         if value <= 0 or value % number:
             raise ValueError(f"It must be a positive multiple of {number}")

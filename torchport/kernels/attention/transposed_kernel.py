@@ -54,7 +54,8 @@ class Plan:
     def cells(self) -> list[Cell]:
         """Returns the cells of a tile, which all of a chunk's keys meet; cells with the last queries may be smaller."""
         width, end = self.tile.columns, self.tile.block_q
-        return [(g, a, min(width, end - a)) for a in range(0, end, width) for g in range(self.heads)]
+        starts = range(0, end, width)
+        return [(head, start, min(width, end - start)) for start in starts for head in range(self.heads)]
 
     def rows(self, head: int) -> slice:
         """Returns the slice of a head's features within its group's features."""
@@ -85,14 +86,12 @@ class Refs:
 
 
 class Chunks:
-    """The copies of an array's keys and values from HBM into two slots of vector memory, which chunks take in turn.
-
-    Chunk 0 of the next tile of the same heads is fetched while this tile's tail is computed.
-    """
+    """The copies of an array's keys and values from HBM into two slots of vector memory, which chunks take in turn."""
 
     def __init__(self, plan: Plan, refs: Refs, row: Any, array: int) -> None:
         self.refs = refs
         self.block = plan.tile.block_kv
+        # A row of the grid is a group of heads of a sample.
         self.sample = lax.div(row, plan.groups)
         self.features = pl.ds(pl.multiple_of(lax.rem(row, plan.groups) * plan.width, LANES), plan.width)
         self.k_hbm, self.v_hbm = refs.k_hbm[array], refs.v_hbm[array]
@@ -123,8 +122,8 @@ class Chunks:
 
     def fetch_first(self) -> None:
         """Starts to copy chunk 0."""
-        self.keys(0, 0).start()
-        self.start_values(0, range(self.block // LANES), 0)
+        self.keys(0, slot=0).start()
+        self.start_values(0, range(self.block // LANES), slot=0)
 
     def fetch_tail(self, start: Any) -> None:
         """Copies keys and values of the piece of the tail at key `start` from HBM, and waits for both copies."""
@@ -192,15 +191,12 @@ class Softmax:
         if plan.heads > 1:
             q = refs.q[...]
             feature = lax.broadcasted_iota(jnp.int32, q.shape, 1)
-            for g in range(plan.heads):
-                is_of_head = (feature >= g * plan.head_size) & (feature < (g + 1) * plan.head_size)
-                refs.heads[g] = jnp.where(is_of_head, q, jnp.zeros_like(q))
+            for head in range(plan.heads):
+                is_of_head = (feature >= head * plan.head_size) & (feature < (head + 1) * plan.head_size)
+                refs.heads[head] = jnp.where(is_of_head, q, jnp.zeros_like(q))
 
     def multiply_keys(self, keys: jax.Array, cell: Cell) -> None:
-        """Multiplies keys [C, W] with a cell's queries, and stores the result for `add_values`.
-
-        The result are probabilities under a bound of the scores, and scores without a bound.
-        """
+        """Multiplies keys [C, W] with a cell's queries, and stores scores, or probabilities under a bound of scores."""
         head, start, count = cell
         s = self._scores(keys, cell)
         if self.plan.bounded:
@@ -307,13 +303,14 @@ def kernel(plan: Plan, kind: type[Softmax], lengths: Any, *inputs: Any) -> None:
     first, *further = [Chunks(plan, refs, row, array) for array in range(plan.arrays)]
     length = lengths[0, first.sample]
     full = lax.div(length, block)
+    # Each tile fetches chunk 0 of the next tile beside its own tail; the first tile also fetches its own chunk 0.
     pl.when((tile == 0) & (full > 0))(first.fetch_first)
     softmax.clear()
     pl.when(full > 0)(lambda: _full_chunks(softmax, first, full))
     pl.when((tile < pl.num_programs(1) - 1) & (full > 0))(first.fetch_first)
     _tail(softmax, first, full * block, length)
     for array, chunks in enumerate(further, 1):
-        _tail(softmax, chunks, 0, lengths[array, chunks.sample])
+        _tail(softmax, chunks, start=0, length=lengths[array, chunks.sample])
     _finish(softmax)
 
 
@@ -322,7 +319,7 @@ def _full_chunks(softmax: Softmax, chunks: Chunks, full: Any) -> None:
     refs, plan, last = softmax.refs, softmax.plan, full - 1
     slot = functools.partial(lax.rem, y=SLOTS)  # chunk j lies in slot j mod SLOTS
     chunks.keys(jnp.minimum(1, last), slot(1)).start()
-    chunks.keys(0, 0).wait()
+    chunks.keys(0, slot=0).wait()
     _each_cell(plan, lambda cell: softmax.multiply_keys(refs.keys[0], cell))
 
     def add_chunk(j: Any, _: None) -> None:
@@ -340,6 +337,7 @@ def _full_chunks(softmax: Softmax, chunks: Chunks, full: Any) -> None:
             softmax.multiply_keys(keys[...], cell)
 
     lax.fori_loop(1, full, add_chunk, None)
+    # The keys that the last iteration has fetched again.
     chunks.keys(last, slot(full)).wait()
     chunks.wait_for_values(slot(last))
     _each_cell(plan, lambda cell: softmax.add_values(refs.values.at[slot(last)], cell))
@@ -403,11 +401,11 @@ def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], at_once: int = 1) 
 
     def call(i: Any, _: None) -> None:
         starts = [pl.multiple_of((i * at_once + cell) * width, LANES) for cell in range(at_once)]
-        work([(g, a, width) for a in starts for g in range(plan.heads)])
+        work([(head, start, width) for start in starts for head in range(plan.heads)])
 
     lax.fori_loop(0, end // width // at_once, call, None)
     if end % width:  # the last cells are smaller
-        work([(g, end // width * width, end % width) for g in range(plan.heads)])
+        work([(head, end // width * width, end % width) for head in range(plan.heads)])
 
 
 def _each_cell(plan: Plan, work: Callable[[Cell], None]) -> None:

@@ -108,7 +108,9 @@ def _sum_of_taps(
     # Two still frames before the first frame would add these products to the first two frames.
     start = jnp.stack([oldest[0] + older[0], oldest[0]])
     start = start if still else jnp.zeros_like(start)
-    before = start if carry is None else carry if first is None else jnp.where(first, start, carry)
+    before = start if carry is None else carry
+    if carry is not None and first is not None:
+        before = jnp.where(first, start, carry)
     total = jnp.pad(newest, ((0, 2), (0, 0), (0, 0), (0, 0)))
     total = total.at[:2].add(before).at[1:-1].add(older).at[2:].add(oldest)
     return total[:-2], total[-2:]
@@ -125,11 +127,8 @@ def _upsampled(x: jax.Array, times: int, rows: bool) -> jax.Array:
 
 
 def activated(x: jax.Array, gains: jax.Array, channels: int) -> jax.Array:
-    """Returns SiLU of RMSNorm over the last dim, as `torch.nn.functional.normalize` computes it, of x's dtype.
-
-    Args:
-        channels: The size of the last dim without padding, which is 0.
-    """
+    """Returns SiLU of RMSNorm over the last dim, in x's dtype; after `channels` features the dim is padded with 0."""
+    # The norm is that of `torch.nn.functional.normalize`, with its 1e-12.
     wide = x.astype(jnp.float32)
     length = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
     wide = wide / jnp.maximum(length, 1e-12) * channels**0.5 * gains.astype(jnp.float32)

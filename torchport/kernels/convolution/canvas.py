@@ -50,7 +50,7 @@ class Canvas:
         return PartitionSpec(None, None, None, self.rows or None, self.columns or None)
 
 
-NONE = Canvas(1, 1, 1, 0, 1, 1)
+NONE = Canvas(frames=1, height=1, width=1, lead=0, valid_height=1, valid_width=1)
 """One device, and no padding."""
 _CANVAS: contextvars.ContextVar[Canvas] = contextvars.ContextVar("canvas", default=NONE)
 
@@ -99,7 +99,7 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paire
             splits.append((chosen, others))
     # Of two equally good splits `min` takes the first, which has more axes for columns.
     rows, columns = min(splits, key=lambda split: _positions(height, width, sizes, *split))
-    lead = frames % 2 if paired else -frames % multiple
+    lead = frames % 2 if paired else -frames % multiple  # unpaired, all padding comes first
     return Canvas(
         frames=rounded_up(frames + lead, multiple),
         height=rounded_up(height, _ways(sizes, rows)),
@@ -117,14 +117,12 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paire
 def _positions(
     height: int, width: int, sizes: Mapping[str, int], rows: tuple[str, ...], columns: tuple[str, ...]
 ) -> float:
-    """Returns the positions that a device computes, with its neighbours' borders, if these axes split rows and columns.
-
-    Split rows count for a tenth more: each convolution's input is then copied, to join it with its neighbours' rows.
-    """
+    """Returns the positions that a device computes, with its neighbours' borders, under a split of rows and columns."""
     sides = []
     for size, axes in ((height, rows), (width, columns)):
         ways = _ways(sizes, axes)
-        sides.append(-(-size // ways) + (2 if ways > 1 else 0))
+        sides.append(-(-size // ways) + (2 if ways > 1 else 0))  # a border on each side
+    # Split rows count for a tenth more: each convolution's input is then copied, to join it with its neighbours' rows.
     return math.prod(sides) * (1.1 if _ways(sizes, rows) > 1 else 1.0)
 
 

@@ -70,14 +70,16 @@ def spread(
     frames, height, width = latents_BCTHW.shape[2:]
     if not engine.is_traced(latents_BCTHW):
         lead = frames % 2 if paired else 0
-        form = Canvas(frames + lead, height, width, lead, height, width, single=not paired or lead == 1)
+        single = not paired or lead == 1
+        form = Canvas(frames + lead, height, width, lead, valid_height=height, valid_width=width, single=single)
         with canvas.using(form):
             yield torch.cat([latents_BCTHW[:, :, :lead], latents_BCTHW], 2), form
         return
     from torchport.kernels.convolution import forms
 
     most = forms.PAIRED if paired else multiple
-    multiple = most if forms.uses_kernel() else min(most, frames + frames % 2) if paired else 1
+    least = min(most, frames + frames % 2) if paired else 1  # XLA takes any number; pairs need an even one
+    multiple = most if forms.uses_kernel() else least
     form = canvas.of_latents(frames, height, width, multiple=multiple, paired=paired)
     first = latents_BCTHW[:, :, :1].expand(-1, -1, form.lead, -1, -1)
     last = latents_BCTHW[:, :, -1:].expand(-1, -1, form.tail, -1, -1)
@@ -146,14 +148,15 @@ def conv3d(
         zoom: How often rows and columns of x are repeated first: nearest-neighbour upsampling.
     """
     still = edges if still is None else still
-    taps = weight_DCTHW.shape[2]
-    form, padded = canvas.current(), not still and taps > 1
-    has_lead = padded and form is not canvas.NONE and form.lead_of(_frames_in_all(x_BCTHW)) != 0
+    taps, form = weight_DCTHW.shape[2], canvas.current()
+    # Frames of padding repeat the first frame. A still convolution takes them as they are, and any other as 0.
+    takes_zeros = not still and taps > 1
+    has_lead = takes_zeros and form is not canvas.NONE and form.lead_of(_frames_in_all(x_BCTHW)) != 0
     lead = _lead(x_BCTHW) if has_lead else None
     if not engine.is_traced(x_BCTHW):
         x = x_BCTHW
         if scaling is not None:
-            scale, shift = (_repeated(each, x) for each in scaling)
+            scale, shift = (_repeated(small, x) for small in scaling)
             x = functional.silu(x * scale + shift).to(x.dtype)
         x = x.repeat_interleave(zoom, 3).repeat_interleave(zoom, 4)
         if gains_C is not None:
@@ -204,8 +207,8 @@ def unfolded(
     times = 2 if makes_frames else 1
     out = _by_position(hidden_BCTHW, times) + _by_position(shortcut_BCTHW.repeat_interleave(repeats, dim=1), times)
     if makes_frames:
-        first = _by_position(hidden_BCTHW, 1)[:, :, :, :, : hidden_BCTHW.shape[1] // 8]
-        first = first + _by_position(shortcut_BCTHW, 1).repeat_interleave(repeats // 2, dim=4)
+        first = _by_position(hidden_BCTHW, times=1)[:, :, :, :, : hidden_BCTHW.shape[1] // 8]
+        first = first + _by_position(shortcut_BCTHW, times=1).repeat_interleave(repeats // 2, dim=4)
         out = torch.where(is_first(shortcut_BCTHW), first, out)
     out = out.permute(0, 4, 5, 1, 6, 2, 7, 3)
     batch, channels, frames, _, height, _, width, _ = out.shape
@@ -252,14 +255,11 @@ def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, tor
         return (moments_BGT[:, :, None] * shares).sum(-1)[..., batch_of_frame]
 
     joined = over_batch(mean)
-    return joined, over_batch(variance + (mean - joined) ** 2)
+    return joined, over_batch(variance + (mean - joined) ** 2)  # within the frames, and between them
 
 
 def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the batches that upstream decodes: each frame's batch [T], and 1.0 for a batch's frames [batches, T].
-
-    Frames of padding have 0.0 in all batches.
-    """
+    """Returns the batches that upstream decodes: each frame's [T], and 1.0 for a batch's valid frames [batches, T]."""
     frames, form, tape, total = x_BCTHW.shape[2], canvas.current(), _tape(x_BCTHW), _frames_in_all(x_BCTHW)
     device, times = x_BCTHW.device, total // form.frames
     first = torch.tensor(True).to(device) if tape is None else tape.number == 0
@@ -269,8 +269,8 @@ def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     joined = pair.clamp(min=1) if form.lead and form.frames - form.tail > 2 else pair
     batch = torch.where(first, joined, pair)
     is_padding = first & (numbers < form.lead_of(total))
-    every_batch = torch.arange(frames // (2 * times)).to(device)[:, None]
-    return batch, ((batch == every_batch) & ~is_padding).float()
+    batches = torch.arange(frames // (2 * times)).to(device)[:, None]
+    return batch, ((batch == batches) & ~is_padding).float()
 
 
 def by_chunks(layer: Layer, x_BCTHW: torch.Tensor) -> torch.Tensor:
@@ -325,13 +325,9 @@ def _scan_chunks(layer: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> 
 
 
 def through(layers: Sequence[Layer], last: Layer, x_BCTHW: torch.Tensor) -> torch.Tensor:
-    """Applies layers and then `last` to a video; from the last layer that adds frames on, in chunks of time.
-
-    Args:
-        layers: A layer that adds frames has an attribute `add_temporal_upsample` that is true.
-    """
-    makes_frames = [n for n, layer in enumerate(layers) if getattr(layer, "add_temporal_upsample", False)]
-    count = makes_frames[-1] if makes_frames else 0
+    """Applies layers and then `last` to a video; from the last layer that adds frames on, in chunks of time."""
+    adding = [n for n, layer in enumerate(layers) if getattr(layer, "add_temporal_upsample", False)]
+    count = adding[-1] if adding else 0
 
     def run(layers: Sequence[Layer], x: torch.Tensor) -> torch.Tensor:
         return functools.reduce(lambda value, layer: layer(value), layers, x)

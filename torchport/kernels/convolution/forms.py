@@ -52,34 +52,35 @@ def convolved(
     form = canvas.current()
     spec = form.spec
     given = {name: jnp.asarray(value) for name, value in operands.items() if value is not None}
-    carries, whole = PartitionSpec(None, None, form.rows or None, form.columns or None), PartitionSpec()
-    specs = dict.fromkeys(("residual", "scale", "shift"), spec) | {"carry": carries}
+    carry_spec = PartitionSpec(None, None, form.rows or None, form.columns or None)
+    whole = PartitionSpec()
+    specs = dict.fromkeys(("residual", "scale", "shift"), spec) | {"carry": carry_spec}
 
-    def local(part: jax.Array, weight: jax.Array, bias: jax.Array | None, given: dict[str, jax.Array]) -> Any:
+    def local(part: jax.Array, weight: jax.Array, bias: jax.Array | None, parts: dict[str, jax.Array]) -> Any:
         """Computes one device's part, sample by sample, with the borders of its neighbours."""
         # One sample after the other: the kernel takes the frames of one video.
         height = part.shape[3] * ways(form.rows)
         width = part.shape[4] * ways(form.columns)
         fits = part.shape[2] % 8 == 0 and weight.shape[3:] == (3, 3)
         if request.zoom > 1:  # the kernel upsamples single frames alone, and repeats no residual
-            is_wide = "residual" not in given or given["residual"].shape[4] == part.shape[4]
-            fits = fits and request.zoom == 2 and weight.shape[2] == 1 and is_wide and "scale" not in given
+            is_wide = "residual" not in parts or parts["residual"].shape[4] == part.shape[4]
+            fits = fits and request.zoom == 2 and weight.shape[2] == 1 and is_wide and "scale" not in parts
         takes_kernel = uses_kernel() and fits and part.dtype in (jnp.float32, jnp.bfloat16)
-        run = _by_kernel if takes_kernel else by_xla.convolved
+        convolve = _by_kernel if takes_kernel else by_xla.convolved
         outs, carries = [], []
         for n in range(part.shape[0]):
             x = part[n].transpose(2, 3, 1, 0)
             x, sides = _with_neighbours(form, x, form.valid_rows(height), form.valid_columns(width), request.edges)
-            of_sample = _operands_of(form, n, Operands(**given))
-            out, kept = run(request, bool(form.rows), x, sides, weight, bias, of_sample)
+            of_sample = _operands_of(form, n, Operands(**parts))
+            out, kept = convolve(request, bool(form.rows), x, sides, weight, bias, of_sample)
             outs.append(out.transpose(3, 2, 0, 1))
             carries.append(kept)
         return jnp.stack(outs), jnp.stack(carries)
 
     given_specs = {name: specs.get(name, whole) for name in given}
-    run = canvas.on_parts(local, (spec, whole, whole, given_specs), (spec, carries))
-    out: tuple[jax.Array, jax.Array] = run(x_BCTHW, weight_DCTHW, bias_D, given)
-    return out
+    run = canvas.on_parts(local, (spec, whole, whole, given_specs), (spec, carry_spec))
+    result: tuple[jax.Array, jax.Array] = run(x_BCTHW, weight_DCTHW, bias_D, given)
+    return result
 
 
 def _operands_of(form: Canvas, number: int, operands: Operands) -> Operands:
@@ -157,7 +158,8 @@ def _by_kernel(
     bias = jnp.zeros(weight.shape[0], jnp.float32) if bias is None else bias
     run = functools.partial(kernel.convolved, conv, interpret=context.interpret)
     empty = jnp.zeros((2, height, width, weight.shape[0]), jnp.float32)
-    lead, carry = operands.lead, empty if operands.carry is None else operands.carry
+    lead = operands.lead
+    carry = empty if operands.carry is None else operands.carry
     is_first = jnp.asarray(operands.carry is None if operands.first is None else operands.first).reshape(1)
     if count == 1:
         out, kept = run(x, sides, weights, bias, dataclasses.replace(operands, carry=carry, first=is_first))
@@ -167,12 +169,12 @@ def _by_kernel(
         # [H, W, T, C] as [calls, H, W, frames of a call, C].
         return jnp.moveaxis(array.reshape(*array.shape[:2], count, conv.frames, -1), 2, 0)
 
-    def call(kept: jax.Array, frames: Any) -> tuple[jax.Array, jax.Array]:
+    def call(kept: jax.Array, item: Any) -> tuple[jax.Array, jax.Array]:
         """Calls the kernel on some frames, with the carry of the frames before them; returns carry and output."""
-        number, x, sides, chunk = frames
+        number, x, sides, arrays = item
         left = None if lead is None else lead - number * conv.frames
-        chunk |= {"gains": operands.gains, "carry": kept, "first": is_first & (number == 0), "lead": left}
-        out, after = run(x, sides, weights, bias, Operands(**chunk))
+        options = Operands(**arrays, gains=operands.gains, carry=kept, first=is_first & (number == 0), lead=left)
+        out, after = run(x, sides, weights, bias, options)
         return (kept if after is None else after), out
 
     framed = {"residual": operands.residual, "scale": operands.scale, "shift": operands.shift}

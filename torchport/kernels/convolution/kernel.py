@@ -126,7 +126,7 @@ class Conv:
         if not self.normal and not self.scaled:
             return self.width
         unit = max(self.scaled, 1)
-        most = max(1, 64 * 1024 // (self.frames * self.channels * unit))
+        most = max(1, 64 * 1024 // (self.frames * self.channels * unit))  # a register has 1024 values
         return unit * max(n for n in range(1, most + 1) if self.width // unit % n == 0)
 
     @property
@@ -185,10 +185,8 @@ def _weight_parts(x: jax.Array, count: int) -> list[jax.Array]:
 
 
 def _phase(weight: jax.Array, dim: int, phase: int) -> jax.Array:
-    """Returns the two taps along a dim that compute phase 0 or 1, the first or second of two upsampled rows or columns.
-
-    Two of the three taps meet copies of the same position, and are added up.
-    """
+    """Returns the two taps along a dim that compute phase 0 or 1: the first or second of two upsampled positions."""
+    # Two of the three taps meet copies of the same position, and are added up.
     first, middle, last = jnp.split(weight, 3, dim)
     return jnp.concatenate([first + middle, last] if phase else [first, middle + last], dim)
 
@@ -280,6 +278,7 @@ def _inputs(conv: Conv) -> list[pl.BlockSpec]:
         """Returns the index map of an array with a row for each `times` rows of the input."""
 
         def here(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
+            # With `conv.rows`, the array begins with row -1.
             inside = jnp.clip(s - 1, 0, conv.height - 1) // times
             return ((s - 1 + times) // times if conv.rows else inside, 0, 0, 0)
 
@@ -296,7 +295,7 @@ def _inputs(conv: Conv) -> list[pl.BlockSpec]:
     kept = pl.Buffered(1)
     taps = (1, conv.side**2 * conv.depth, conv.sums)
     weights = pl.BlockSpec(taps, lambda n, s, *numbers: (n, 0, 0), pipeline_mode=kept)
-    specs = [line(conv.width, 1), *[line(1, 1)] * 2, *[weights] * conv.weight_parts]
+    specs = [line(conv.width, times=1), *[line(1, times=1)] * 2, *[weights] * conv.weight_parts]
     specs.append(pl.BlockSpec((1, conv.block), lambda n, s, *numbers: (0, n % conv.blocks)))
     if conv.normal:
         specs += [pl.BlockSpec((1, conv.channels), lambda n, s, *numbers: (0, 0))]
@@ -314,10 +313,7 @@ def _carry_block(conv: Conv) -> pl.BlockSpec:
 
 
 def _outputs(conv: Conv) -> tuple[list[pl.BlockSpec], list[jax.ShapeDtypeStruct]]:
-    """Returns block specs and shapes of the kernel's outputs: the video, and with chunks the next chunk's carry.
-
-    An upsampled video is [H, 2, W, 2, T, D].
-    """
+    """Returns block specs and shapes of the kernel's outputs: the video, and with chunks the next chunk's carry."""
     block = min(conv.block, conv.outputs)
 
     def upsampled(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
@@ -377,7 +373,7 @@ class _GridStep:
         conv, count = self.conv, self.conv.columns_at_once
 
         def write_columns(number: Any, _: Any) -> Any:
-            x = self._columns("x", number * count, count, 1)
+            x = self._columns("x", number * count, count, times=1)
             scales = [self._columns(name, 1 + number * (count // conv.scaled), count, conv.scaled) for name in scaling]
             self._enter_columns(x, 1 + number * count, scales)
             return 0
@@ -388,10 +384,10 @@ class _GridStep:
         else:
             write_columns(0, 0)
         for side, column in (("left", 0), ("right", conv.width + 1)):
-            last = 0 if column == 0 or not conv.scaled else conv.width // conv.scaled + 1
-            self._enter_columns(
-                self._columns(side, 0, 1, 1), column, [self._columns(name, last, 1, 1) for name in scaling]
-            )
+            start = conv.width // conv.scaled + 1 if conv.scaled and side == "right" else 0
+            x = self._columns(side, start=0, count=1, times=1)
+            scales = [self._columns(name, start, count=1, times=1) for name in scaling]
+            self._enter_columns(x, column, scales)
 
     def _columns(self, name: str, start: Any, count: int, times: int) -> jax.Array:
         """Returns `count` columns of an operand's row, [count, T, C] in float32, each read column `times` times."""
@@ -428,7 +424,7 @@ class _GridStep:
                 self._make_columns(number, 0)
 
     def _make_columns(self, number: Any, _: Any) -> Any:
-        """Computes and writes the output for the columns of product `number`."""
+        """Computes and writes the output for the columns of product `number`; the loop's carry, 0, is not used."""
         start, sums, side = number * self.conv.columns, self.ref["sums"], self.conv.side
         if self.conv.deep:
             sums[...] = jnp.zeros_like(sums)
@@ -442,7 +438,7 @@ class _GridStep:
         if self.conv.deep:
             jax.lax.fori_loop(0, side, add, 0)
         else:
-            product = self._product(start, 0, side**2)
+            product = self._product(start, group=0, count=side**2)
             for n in range(sums.shape[0]):
                 sums[n] = product[:, n * LANES : (n + 1) * LANES]
         self._finish(start)
@@ -467,6 +463,7 @@ class _GridStep:
     def _positions(self, start: Any, group: Any, number: int, count: int) -> list[jax.Array]:
         """Returns the input of tap `number` in space of a group, [columns * T, depth], an array for each part."""
         conv = self.conv
+        # A group has all taps, or a row of them if the kernel loops over rows.
         row, column = divmod(number, conv.side) if count > conv.side else (group, number)
         slot = (self.row + row + self.phase[0] + 1) % 3  # the output's row is two behind the input's
         rows = [ring[slot, pl.ds(start + column + self.phase[1], conv.columns)] for ring in self.rings]
@@ -480,8 +477,8 @@ class _GridStep:
         out = total[-1] + self.ref["bias"][...]
         if conv.taps == 3:
             number = jax.lax.broadcasted_iota(jnp.int32, (1, conv.frames, 1), 1)
-            out = out + jnp.where(number >= 1, pltpu.roll(total[1], 1, 1), 0.0)
-            out = out + jnp.where(number >= 2, pltpu.roll(total[0], 2, 1), 0.0)
+            out = out + jnp.where(number >= 1, pltpu.roll(total[1], shift=1, axis=1), 0.0)
+            out = out + jnp.where(number >= 2, pltpu.roll(total[0], shift=2, axis=1), 0.0)
             for n, before in enumerate(self._from_earlier_frames(here)):
                 out = out + jnp.where(number == n, before[:, None, :], 0.0)
         if conv.carried:
@@ -497,6 +494,7 @@ class _GridStep:
     def _taps(self, rows: Any) -> list[jax.Array]:
         """Returns some rows of the summed products, as an array for each tap in time."""
         if self.conv.pitch < LANES:
+            # A single slab has all taps, `pitch` lanes apart: each is moved to the front.
             taps = self.ref["sums"].at[0][rows]
             return [taps, *(pltpu.roll(taps, LANES - n * self.conv.pitch, 1) for n in range(1, self.conv.taps))]
         slabs = self.conv.block // LANES
@@ -551,7 +549,7 @@ def trips(conv: Conv) -> tuple[int, ...]:
     """Returns the iterations of each of the kernel's loops, in the order of `torchport.plan.tpu.bundles.Trips`."""
     tiles = conv.width // conv.columns
     deep = (conv.side,) if conv.deep else ()
-    if conv.columns % 8 == 0 or not conv.carried:
+    if conv.columns % 8 == 0 or not conv.carried:  # as in `make_row`
         inner: tuple[int, ...] = (*((tiles,) if tiles > 1 else ()), *deep)
     else:
         inner = deep * tiles
@@ -567,8 +565,8 @@ def moved(conv: Conv) -> int:
     inputs = blocks * positions * conv.frames * conv.inputs * size
     if conv.scaled:
         columns = conv.height // conv.scaled * (conv.width // conv.scaled + 2)
-        inputs += 2 * 4 * blocks * columns * conv.frames * conv.inputs
+        inputs += 2 * 4 * blocks * columns * conv.frames * conv.inputs  # scale and shift, float32
     outputs = positions * conv.frames * conv.outputs * size * conv.phases * (2 if conv.residual else 1)
-    carries = 2 * 2 * 4 * positions * conv.outputs * conv.carried
-    weights = 2 * conv.side**2 * conv.weight_parts * conv.depth * blocks * conv.sums
+    carries = 2 * 2 * 4 * positions * conv.outputs * conv.carried  # two frames in float32, read and written
+    weights = 2 * conv.side**2 * conv.weight_parts * conv.depth * blocks * conv.sums  # bfloat16
     return inputs + outputs + carries + weights

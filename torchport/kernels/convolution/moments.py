@@ -37,16 +37,14 @@ def of_frames(groups: int, x_BCTHW: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _local(groups: int, form: Canvas, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns mean and variance of the whole video's groups, from each device's part x [B, C, T, H, W]."""
     height, width = x.shape[3:]
-    rows, columns = (
-        _valid_slices(form.rows, height, form.valid_rows),
-        _valid_slices(form.columns, width, form.valid_columns),
-    )
+    rows = _valid_slices(form.rows, height, form.valid_rows)
+    columns = _valid_slices(form.columns, width, form.valid_columns)
     # Positions of padding are left out of the sums. A device with padding alone has a count of 0.
     is_padded = form.height != form.valid_height or form.width != form.valid_width
-    takes = forms.uses_kernel() and x.shape[2] % 8 == 0 and x.dtype in (jnp.float32, jnp.bfloat16)
-    run = _by_kernel if takes else _by_xla
+    fits = forms.uses_kernel() and x.shape[2] % 8 == 0 and x.dtype in (jnp.float32, jnp.bfloat16)
+    run = _by_kernel if fits else _by_xla
     samples = [run(is_padded, part.transpose(2, 3, 1, 0), rows, columns) for part in x]
-    base, total, squares = (jnp.stack(each).swapaxes(1, 2) for each in zip(*samples, strict=True))
+    base, total, squares = (jnp.stack(arrays).swapaxes(1, 2) for arrays in zip(*samples, strict=True))
     base = jnp.where(rows * columns > 0, base, 0.0)  # padding may hold anything, and NaN times 0 is NaN
     count = jnp.maximum(rows * columns, 1).astype(jnp.float32)
     offset = total / count
@@ -81,11 +79,12 @@ def _by_kernel(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Arra
 def _over_groups(
     groups: int, form: Canvas, mean: jax.Array, variance: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance of groups on all devices, from each channel's on this device's `count` positions."""
+    """Returns mean and variance of groups on all devices, from each channel's at this device's `count` positions."""
     axes = (*form.rows, *form.columns)
     share = count / lax.psum(count, axes) if axes else jnp.float32(1)
 
     def over_all(x_BCT: jax.Array) -> jax.Array:
+        """Returns the mean over each group's channels and over devices, which weigh as much as their positions."""
         part = jnp.mean(x_BCT.reshape(x_BCT.shape[0], groups, -1, x_BCT.shape[2]), axis=2) * share
         return lax.psum(part, axes) if axes else part
 

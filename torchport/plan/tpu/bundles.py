@@ -96,26 +96,23 @@ def read(folder: Path, kernel: str) -> KernelBundles:
     """
     files: dict[str, list[tuple[str, Path]]] = {"final_bundles": [], "final_hlo-static-per-bundle-utilization": []}
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-        name = _FILE.fullmatch(file.name)
+        parts = _FILE.fullmatch(file.name)
         # The compiler's own programs around a kernel: TLP (the whole program), <late-initialization>, ...
-        if name and name["kernel"] != "TLP" and "<" not in name["kernel"]:
-            files[name["what"]].append((name["kernel"], file))
-    bundles, counts = (_file_of(folder, kernel, each) for each in files.values())
-    slots, table = _read_counts(counts[1])
-    root = _read_regions(bundles[1])
+        if parts and parts["kernel"] != "TLP" and "<" not in parts["kernel"]:
+            files[parts["what"]].append((parts["kernel"], file))
+    (name, bundles), (_, counts) = (_file_of(folder, kernel, pairs) for pairs in files.values())
+    slots, table = _read_counts(counts)
+    root = _read_regions(bundles)
     if root.end == len(table):
-        return KernelBundles(bundles[0], slots, table, root)
-    raise TopologyError(str(counts[1]), f"It has {len(table)} rows for {root.end} bundles", _FORM)
+        return KernelBundles(name, slots, table, root)
+    raise TopologyError(str(counts), f"It has {len(table)} rows for {root.end} bundles", _FORM)
 
 
 def _file_of(folder: Path, kernel: str, files: list[tuple[str, Path]]) -> tuple[str, Path]:
-    """Returns the compiler's name and the file of a kernel among `files`, pairs of name and file.
-
-    Raises if no call of the kernel has a file, or if several calls have files and `kernel` names none of them.
-    """
+    """Returns the compiler's name and the file of a kernel's only call among `files`, which are such pairs."""
     stem = re.sub(r"[^\w.-]", "_", kernel)  # libtpu replaces other characters, and adds a number for each call
     calls = [(name, file) for name, file in files if re.fullmatch(rf"{re.escape(stem)}(\.\d+)?", name)]
-    exact = [(name, file) for name, file in calls if name == stem] or calls
+    exact = [(name, file) for name, file in calls if name == stem] or calls  # `kernel` may name a call, or the kernel
     if not exact:
         fact = f"The compiler left no bundles of a kernel '{kernel}' there"
         raise TopologyError(str(folder), fact, nearest(kernel, {name for name, _ in files}))
@@ -175,16 +172,18 @@ def _read_regions(file: Path) -> Region:
     skips = {(at + after, to, "predicated") for at, to in jumps if to > at + after}
     # If a loop and a skip begin at one bundle, the loop lies in the skipped region.
     spans = deque(sorted(loops | skips, key=lambda span: (span[0], -span[1], span[2] == "loop")))
-    root = _nest("kernel", 0, len(bundles), 0, spans)
-    marked = {at: bundle.depth for at, bundle in enumerate(bundles) if "LB" in bundle.marks}
-    closed = {start: sum(first <= start < last for first, last, _ in loops) for start, _, _ in loops}
-    if marked != closed:
-        at = min(dict(marked.items() ^ closed.items()))
+    root = _nest("kernel", start=0, end=len(bundles), depth=0, spans=spans)
+    # The depth at the beginning of each loop.
+    by_marks = {at: bundle.depth for at, bundle in enumerate(bundles) if "LB" in bundle.marks}
+    by_branches = {start: sum(first <= start < last for first, last, _ in loops) for start, _, _ in loops}
+    if by_marks != by_branches:
+        at = min(dict(by_marks.items() ^ by_branches.items()))  # the first bundle at which they differ
         raise TopologyError(f"{file}: bundle {at:#x}", "Its mark of a loop and the branches do not agree", _FORM)
     return root
 
 
 def _read_bundles(file: Path) -> tuple[list[_Bundle], dict[int, int]]:
+    """Returns the bundles of a file, and the bundle at which each region starts, by the region's number."""
     bundles: list[_Bundle] = []
     starts: dict[int, int] = {}
     with file.open(encoding="utf-8", errors="replace") as lines:
@@ -208,7 +207,8 @@ def _delay_slots(bundles: list[_Bundle], jumps: list[tuple[int, int]]) -> int:
     """
     runs = []
     for at, to in jumps:
-        depth, end = (bundles[to].depth if to <= at else 0), at + 1
+        depth = bundles[to].depth if to <= at else 0  # a branch backwards closes a loop
+        end = at + 1
         while end < len(bundles) and not bundles[end].marks.strip() and not bundles[end].branches:
             if bundles[end].depth < depth and not bundles[end].empty:
                 break
@@ -273,6 +273,7 @@ def refused(text: str, machine: Machine, place: str) -> TopologyError | VmemErro
     """Returns the error for a compiler's message; about VMEM, a `VmemError` with the bytes asked for and allowed."""
     scoped, allocation = _SCOPED.search(text), _ALLOCATION.search(text)
     if scoped and "memory space vmem" in text:
+        # A number and its unit each: 15.2 and M are 15.2 * 1024**2 bytes.
         sizes = [float(scoped[n]) * 1024 ** " KMG".index(scoped[n + 1] or " ") for n in (1, 3)]
     elif allocation:
         sizes = [float(size) for size in allocation.groups()]
@@ -347,7 +348,7 @@ def executed(kernel: KernelBundles, trips: Trips, slot: str | None = None) -> in
             at = part.end
         return total + times * int(weights[at : region.end].sum())
 
-    return count(kernel.root, 1)
+    return count(kernel.root, times=1)
 
 
 def _loops(kernel: KernelBundles) -> list[Region]:

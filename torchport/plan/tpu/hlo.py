@@ -186,9 +186,8 @@ class HloProgram:
 
     def constants(self) -> int:
         """Returns the bytes of all constants in the program, on each device."""
-        instructions = [
-            instruction for part in self.computations.values() for instruction in part.instructions.values()
-        ]
+        parts = self.computations.values()
+        instructions = [instruction for part in parts for instruction in part.instructions.values()]
         return sum(instruction.bytes for instruction in instructions if instruction.opcode == "constant")
 
     def cycles(self, computation: str | None = None) -> int:
@@ -210,7 +209,7 @@ class HloProgram:
 
     def underestimated(self) -> list[InstructionRuns]:
         """Returns the instructions whose arithmetic takes longer than the estimate, the largest difference first."""
-        raised = [run for run in self._priced(None) if run.cycles > run.estimated]
+        raised = [run for run in self._priced(computation=None) if run.cycles > run.estimated]
         return sorted(raised, key=lambda run: run.estimated - run.cycles)
 
     def unpriced(self) -> list[InstructionRuns]:
@@ -218,12 +217,13 @@ class HloProgram:
         left = []
         for run in self.walk():
             instruction, cycles = run.instruction, run.instruction.cycles
-            free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done"))
-            free = free or instruction.target in _BUFFERS or bool(self._called(instruction))
+            # A call takes the time of the instructions that it runs, and these are walked, too.
+            free = instruction.opcode in _FREE or instruction.target in _BUFFERS or bool(self._called(instruction))
+            waits = instruction.opcode.endswith(("-start", "-update", "-done"))
             parts = [inner for _, inner in self._with_fused(instruction)]
             modelled = any(part.kernel or part.opcode.removesuffix("-start") in KINDS for part in parts)
             known = (cycles is not None and cycles >= 0) or run.least > 0
-            if not (run.beside or free or modelled or known):
+            if not (run.beside or free or waits or modelled or known):
                 left.append(run)
         return sorted(left, key=lambda run: -run.instruction.bytes * run.times)
 
@@ -270,10 +270,7 @@ class HloProgram:
         return [(called, 1) for called in instruction.calls] if runs else []
 
     def _with_fused(self, instruction: Instruction) -> Iterator[tuple[Instruction | None, Instruction]]:
-        """Yields the instruction and all instructions fused in it, each as (innermost fusion around it, instruction).
-
-        The instruction itself comes with None.
-        """
+        """Yields (None, instruction), and for each part of a fusion (innermost fusion around the part, the part)."""
         yield None, instruction
         if instruction.opcode == "fusion":
             for called in instruction.calls:
@@ -309,6 +306,7 @@ class _LoopTrips(dict[str, int]):
         super().__init__()
         self._file = file
         self._computations = computations
+        # By the name of the body: a loop calls its condition, and then its body.
         self._loops = {
             loop.calls[1]: (part, loop)
             for part in computations.values()
@@ -335,15 +333,19 @@ class _LoopTrips(dict[str, int]):
         def state(index: int, trip: int) -> int | None:
             """Returns element `index` of the loop's state before iteration `trip`; None if not known."""
             if (index, trip) not in known:
-                before = functools.partial(state, trip=trip - 1)
-                later = self._element(body, body.root, index, before) if trip else None
-                known[index, trip] = later if trip else self._initial(part, loop, index)
+                if trip == 0:
+                    known[index, trip] = self._initial(part, loop, index)
+                else:
+                    before = functools.partial(state, trip=trip - 1)
+                    known[index, trip] = self._element(body, body.root, index, before)
             return known[index, trip]
 
         for trip in range(_LONGEST):
             goes_on = self._value(condition, condition.root, functools.partial(state, trip=trip))
-            if not goes_on:
-                return None if goes_on is None else trip
+            if goes_on is None:
+                return None
+            if goes_on == 0:
+                return trip
         return None
 
     def _initial(self, part: Computation, loop: Instruction, index: int) -> int | None:
@@ -353,6 +355,7 @@ class _LoopTrips(dict[str, int]):
             """Returns element `outer` of the state of the loop around this loop; None if iterations change it."""
             if part.name not in self._loops:
                 return None  # the program's own inputs are not known
+            # The outer loop leaves the element as it is if its body returns, in this place, what it got there.
             root = part.instructions[part.root]
             passed = part.instructions[root.operands[outer]] if root.opcode == "tuple" else root
             same = passed.opcode == "get-tuple-element" and passed.index == str(outer)
@@ -361,7 +364,7 @@ class _LoopTrips(dict[str, int]):
         return self._element(part, loop.operands[0], index, outer_state)
 
     def _element(self, part: Computation, name: str, index: int, parameters: Callable[[int], int | None]) -> int | None:
-        """Returns an integer element of a tuple; None if not known. `parameters` maps an index to a parameter."""
+        """Returns an integer element of a tuple; None if not known. `parameters` returns a parameter's value."""
         instruction = part.instructions[name]
         if instruction.opcode == "parameter":
             return parameters(index)
@@ -384,6 +387,7 @@ class _LoopTrips(dict[str, int]):
             )
         operation = instruction.opcode
         if operation == "compare":
+            # It holds the direction, such as `LT`.
             operation = instruction.index
         compute = _COMPUTED.get(operation)
         if compute is None:
@@ -505,6 +509,7 @@ class _HloReader:
             raise self.refusal(f"%{name} has no opcode")
         ends = self.close(text, opening.end())
         opcode, inside = opening[1], text[opening.end() + 1 : ends - 1]
+        # Each part is `name=value`.
         attributes = dict(part.partition("=")[::2] for part in _split(text[ends:].removeprefix(",")))
         metadata, config = attributes.get("metadata", ""), attributes.get("backend_config", "")
         calls = self.calls(name, attributes)
@@ -541,10 +546,7 @@ class _HloReader:
         )
 
     def flops(self, name: str, opcode: str, values: Sequence[tuple[_Array, ...]], attributes: Mapping[str, str]) -> int:
-        """Returns a convolution's bfloat16 operations, and 0 for other opcodes; raises for an unknown window.
-
-        `values` are the arrays of the output and of each operand.
-        """
+        """Returns a convolution's bfloat16 operations by the arrays of its output and operands; 0 for other opcodes."""
         if opcode != "convolution":
             return 0
         try:
@@ -572,10 +574,7 @@ class _HloReader:
         return names
 
     def frame(self, number: int) -> SourceLine | None:
-        """Returns the innermost line of a stack of frames outside of libraries (`INTERNAL`); None if all are internal.
-
-        `number` is the innermost frame's row in the table `StackFrames`.
-        """
+        """Returns the innermost line outside of libraries (`INTERNAL`) of the stack of frame `number`, or None."""
         inner, source = [], None
         while number not in self.sources:
             self.sources[number] = None  # so that a cycle of frames ends
@@ -587,7 +586,7 @@ class _HloReader:
             )
             if not re.search("|".join(INTERNAL), source.file):
                 break
-            # Frames are numbered from 1. The first has no parent: if its parent is 1, all parents are one too high.
+            # Frames are numbered from 1. The first has no parent, 0. If the program says 1, all parents are 1 too high.
             number = parent - self.row("StackFrames", 1, ("parent_frame_id",))[0]
         else:
             # An earlier walk has met this frame.
@@ -670,10 +669,10 @@ def _convolution_flops(output: _Array, left: _Array, right: _Array, attributes: 
     labels = _LABELS.fullmatch(attributes.get("dim_labels", ""))
     if labels is None:
         raise ValueError(attributes)
-    names = labels.groups()
+    left_dims, right_dims, output_dims = labels.groups()
     sizes, inputs, kernel = (
-        dict[str, int](zip(dims, array[1], strict=True))
-        for dims, array in zip((names[2], names[0], names[1]), (output, left, right), strict=True)
+        dict[str, int](zip(dims, shape, strict=True))
+        for dims, (_, shape) in ((output_dims, output), (left_dims, left), (right_dims, right))
     )
     window = dict(field.split("=") for field in attributes.get("window", "").strip("{}").split())
     spatial = sorted(dim for dim in kernel if dim.isdigit())
