@@ -277,7 +277,7 @@ class StagePlan(PlanFigures):
     steps: int
     """denoising steps; 1 for another stage"""
     programs: list[ProgramPlan]
-    """one for each set of input shapes; the figures above for one run, and three more"""
+    """one for each set of input shapes; the figures above for one run, and four more"""
     dtypes: dict[str, str]
     """dtype of the network, by its name"""
     precision: dict[str, str]
