@@ -86,7 +86,7 @@ def test_versions_are_held_against_what_torchport_asks_for(monkeypatch):
 def test_another_torchax_than_the_tried_one_is_said_and_not_refused(monkeypatch):
     requirements(monkeypatch, "torchax<0.0.15,>=0.0.13")
     monkeypatch.setattr(manifest, "versions", lambda: {"torchax": "0.0.14.dev20261026"})
-    fact = "0.0.14.dev20261026, which may compute otherwise than 0.0.13, with which torchport is tried"
+    fact = "0.0.14.dev20261026; torchport is tested with 0.0.13, and results may differ"
     assert doctor._versions() == [Diagnosis("note", "torchax", fact)]
     monkeypatch.setattr(manifest, "versions", lambda: {"torchax": "0.0.13"})
     assert doctor._versions() == [Diagnosis("ok", "torchax", "0.0.13")]

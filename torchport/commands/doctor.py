@@ -72,7 +72,7 @@ def _versions() -> list[Diagnosis]:
 
     from torchport.save import manifest
 
-    versions = manifest.versions()
+    installed = manifest.versions()
     findings = []
     try:
         requirements = importlib.metadata.requires("torchport") or []
@@ -80,19 +80,20 @@ def _versions() -> list[Diagnosis]:
         return [Diagnosis("note", "torchport", "it runs from a checkout that is not installed: pip install -e .")]
     for requirement in map(Requirement, requirements):
         name, wanted = requirement.name, requirement.specifier
-        if requirement.marker is not None or name not in versions:  # a marker: of another platform, or of an extra
+        if requirement.marker is not None or name not in installed:  # a marker: for some platforms, or for an extra
             continue
-        version, tried = versions[name], TRIED.get(name, versions[name])
-        if not wanted.contains(version.partition("+")[0], prereleases=True):
+        version = installed[name]
+        tested = TRIED.get(name)
+        if not wanted.contains(version.partition("+")[0], prereleases=True):  # `2.13.0+cpu` without `+cpu`
             fact = f"{version}, and torchport wants {wanted}: pip install '{name}{wanted}'"
             findings.append(Diagnosis("bad", name, fact))
-        elif version != tried:
-            fact = f"{version}, which may compute otherwise than {tried}, with which torchport is tried"
+        elif tested is not None and version != tested:
+            fact = f"{version}; torchport is tested with {tested}, and results may differ"
             findings.append(Diagnosis("note", name, fact))
         else:
             findings.append(Diagnosis("ok", name, version))
-    if "libtpu" in versions:
-        findings.append(Diagnosis("ok", "libtpu", versions["libtpu"]))
+    if "libtpu" in installed:  # its requirement has a marker, so it is listed here, and not compared
+        findings.append(Diagnosis("ok", "libtpu", installed["libtpu"]))
     return findings
 
 
@@ -102,11 +103,10 @@ def _operators() -> Diagnosis:
     from torchport.save import manifest
 
     what = "table of operators"
-    made = conformance.read().versions
     installed = manifest.versions()
-    text = ", ".join(map(" ".join, made.items()))
-    others = [f"{name} {installed[name]}" for name, v in made.items() if installed[name].partition("+")[0] != v]
-    fact = f"made with {text}"
+    made_with = conformance.read().versions
+    others = [f"{name} {installed[name]}" for name, v in made_with.items() if installed[name].partition("+")[0] != v]
+    fact = f"made with {', '.join(f'{name} {version}' for name, version in made_with.items())}"
     if not others:
         return Diagnosis("ok", what, fact)
     fact += f"; here is {', '.join(others)}, of which it may not be true: docs/engine.md"
@@ -139,9 +139,9 @@ def _disk() -> list[Diagnosis]:
         while not existing.exists():
             existing = existing.parent
         free = shutil.disk_usage(existing).free
-        writable = os.access(existing, os.W_OK)
-        state: State = "ok" if writable and free > machine.GIB else "bad"
-        fact = f"{folder}: {size_text(free)} free" + ("" if writable else ", not writable: choose another")
+        is_writable = os.access(existing, os.W_OK)
+        state: State = "ok" if is_writable and free > machine.GIB else "bad"
+        fact = f"{folder}: {size_text(free)} free" + ("" if is_writable else ", not writable: choose another")
         findings.append(Diagnosis(state, what, fact))
     return findings
 
@@ -162,7 +162,7 @@ def _jax_cache() -> list[Diagnosis]:
 
 
 def _checkpoints(pack: Pack) -> list[Diagnosis]:
-    """Returns for each model card whether its checkpoint is in Hugging Face's cache, and tiny weights on disk."""
+    """Returns for each card whether its checkpoint is in Hugging Face's cache, and its tiny weights if they are made."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from torchport.load import tiny
@@ -192,7 +192,7 @@ def bad_combinations(environment: dict[str, str] | os._Environ[str], tpu_kinds: 
     flags = environment.get("LIBTPU_INIT_ARGS", "") + " " + environment.get("XLA_FLAGS", "")
     fusion = xla_flags.nan_pair(environment)
     if fusion is not None:
-        has_v6e = any("v6" in kind for kind in tpu_kinds)
+        has_v6e = any("v6" in kind for kind in tpu_kinds)  # JAX's name for v6e is `TPU v6 lite`
         fact = (
             f"{fusion} together with {xla_flags.OVERLAP} turns sharded attention into NaN on v6e (jax issue 38741): "
             "drop one of the two"

@@ -71,14 +71,15 @@ class Session:
 
     def error_if_unused(self) -> NothingAppliedError | None:
         """Returns an error if no patch was applied, because nothing imported the patched modules; None otherwise."""
+        # An outcome is set where a patch is not needed; a late patch was applied to a module that was there before.
         records = [r for r in self.ledger.records if r.entry.package not in BENEATH and r.outcome is None]
-        waited = [record for record in records if record.entry.edits and not record.late]
-        if not waited or any(record.change is not None for record in waited):
+        waiting = [record for record in records if record.entry.edits and not record.late]
+        if not waiting or any(record.change is not None for record in waiting):
             return None
-        what = "the patches that were named" if self.card is None else f"the patches of '{self.card.model}'"
-        packages = sorted({record.entry.module for record in waited})
-        more = f" and {len(packages) - 3} more modules" if len(packages) > 3 else ""
-        fact = f"None of {what} was applied: nobody imported {', '.join(packages[:3])}{more}"
+        named = "the patches that were named" if self.card is None else f"the patches of '{self.card.model}'"
+        modules = sorted({record.entry.module for record in waiting})
+        more = f" and {len(modules) - 3} more modules" if len(modules) > 3 else ""
+        fact = f"None of {named} was applied: nobody imported {', '.join(modules[:3])}{more}"
         return NothingAppliedError("torchport", fact, "Name the model of the code that runs, or leave its patches out")
 
 
@@ -100,10 +101,10 @@ def applied(
 
     Args:
         model: Name of a model card. None: only `patches`, and those that a compiled module needs.
-        patches: Further ones, as a card names them: `folder` or `folder/file`.
+        patches: Further patches, as a card names them: `folder` or `folder/file`.
         upstream_path: The checkout of an upstream that is no installed package.
-        backend: `torchax`; or `original`: only plumbing, and what the card says of the original.
-        paths: Folders with `patches/` or `configs/`, the highest first; the shipped one lies under them.
+        backend: `torchax`, or `original`: only plumbing, and the patches under the card's `original`.
+        paths: Folders with `patches/` or `configs/`, the highest first; torchport's own lie under them.
         choice: The defaults of `port`.
 
     Yields:
@@ -118,14 +119,14 @@ def applied(
         raise BadValueError(f"upstream_path={str(upstream_path)!r}", fact, "Name the model, or put it on sys.path")
     pack = find_pack(paths)
     card, document = (None, None) if model is None else pack.card(model)
-    place = None if upstream_path is None else str(upstream_path)
-    folder = None if card is None else checkout.find(card.checkout, place)
+    path = None if upstream_path is None else str(upstream_path)
+    folder = None if card is None else checkout.find(card.checkout, path)
     choice = choice or PortDefaults()
     entries = entries_of(pack, card, patches, backend)
     arguments = {
         "model": model,
         "patches": list(patches),
-        "upstream_path": folder and str(folder),
+        "upstream_path": None if folder is None else str(folder),
         "backend": backend,
         "choice": dataclasses.asdict(choice),
         "paths": [str(Path(path).resolve()) for path in paths],
@@ -138,7 +139,7 @@ def applied(
         session = Session(pack, ledger, card, document, backend, choice)
         sessions.append(session)
         stack.callback(sessions.remove, session)
-        atexit.register(stack.close)  # Python may end inside; later there are no modules to undo patches in
+        atexit.register(stack.close)  # Python may end inside the context: patches are undone while modules exist
         try:
             yield session
         finally:
@@ -149,30 +150,37 @@ def applied(
 
 
 def entries_of(pack: Pack, card: Card | None, patches: Sequence[str], backend: str) -> list[Entry]:
-    """Reads the patches of all stages of a card, those of its `script`, and the further `patches`. For the backend
-    `original` returns only the plumbing among them, and the patches under the card's `original`.
+    """Returns the patches of all stages of a card, those of its `script`, and the further `patches`. For the backend
+    `original` only the plumbing among them is returned, and the patches under the card's `original`.
     """
-    names = dict.fromkeys(BESIDE if backend == "torchax" else ())
-    names |= {name: None for _, stage in (card.patch_sets() if card is not None else ()) for name in stage}
-    names |= dict.fromkeys([*(card.script if card is not None else ()), *patches])
-    home = None if card is None else pack.home(card.model).patches
-    entries = patch.read(pack.folders, list(names), home)
+    names = [*BESIDE] if backend == "torchax" else []
+    original: list[str] = []
+    home = None
+    if card is not None:
+        names += [name for _, stage_patches in card.patch_sets() for name in stage_patches]
+        names += card.script
+        original = card.original
+        home = pack.home(card.model).patches
+    entries = patch.read(pack.folders, list(dict.fromkeys([*names, *patches])), home)
     if backend == "torchax":
         return entries
-    needed = {entry.id for entry in patch.read(pack.folders, card.original if card is not None else [], home)}
+    needed = {entry.id for entry in patch.read(pack.folders, original, home)}
     return [entry for entry in entries if entry.plumbing or entry.id in needed]
 
 
 @contextlib.contextmanager
 def _on_path(folder: Path | None) -> Iterator[None]:
-    """Puts a checkout first on `sys.path`. Unlike in a run, environment variables that upstream sets stay."""
+    """Puts a checkout first on `sys.path` while the context lasts; does nothing for None."""
+    # `checkout.on_path` would also restore the environment; here variables that the user's code sets must stay.
+    if folder is None:
+        yield
+        return
     entry = str(folder)
-    if folder is not None:
-        sys.path.insert(0, entry)
+    sys.path.insert(0, entry)
     try:
         yield
     finally:
-        if folder is not None and entry in sys.path:
+        if entry in sys.path:  # the user's code may have removed it
             sys.path.remove(entry)
 
 
@@ -214,7 +222,7 @@ def arm(*_: object) -> None:
     if text is None:
         fact = f"No process above this one has patches in force ({VARIABLE} is not set)"
         raise BadValueError("torchport.arm", fact, "Call it in a child of torchport exec, or of torchport.applied")
-    if not registry.sets:
+    if not registry.sets:  # a forked process has the patches already
         arguments = json.loads(text)
         choice = PortDefaults(**arguments.pop("choice"))
         choice.prepare()

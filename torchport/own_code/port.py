@@ -40,13 +40,13 @@ def port(
 
     Args:
         module: With its weights, in the host's memory, in evaluation mode.
-        strategy: The name of one of the card's strategies; without a card, of a shared one (`tp`, `ulysses`, `fsdp`);
-            or own rules for this module in a card's words, `{"weights": [{"match": ".*", "spec": "replicate"}],
-            "inputs": [...]}`, also as text of YAML. By default the card's first; without a card, on one device, none is
-            needed.
+        strategy: The name of a strategy of the card, or without a card that of a shared strategy (`tp`, `ulysses`,
+            `fsdp`). Or rules for this module, as a card writes them, as a mapping or as YAML: `{"weights": [{"match":
+            ".*", "spec": "replicate"}], "inputs": [...]}`. None: the card's first strategy; without a card, a single
+            device needs no strategy, and a mesh of several devices is refused.
         mesh: Sizes of the axes, `{"dp": 2, "tp": 4}`, or a mesh of JAX's with these names. By default one device.
         component: The card's name for the module; by default the component that has the module's class.
-        inputs: Rules for inputs, before those of the card: for a call that differs from that of its family.
+        inputs: Rules for inputs, which come before the card's: for code that passes other inputs than a run does.
         attention: The implementation of attention; by default the platform's own.
         strict: Whether an operator is refused that no sample has compared with PyTorch's; see docs/engine.md.
 
@@ -84,9 +84,9 @@ def port(
 
 def _check_state(module: torch.nn.Module) -> None:
     """Refuses a module with ported or scripted parts, one in training mode, and weights that no program can take."""
-    if any(isinstance(each, Ported) for each in module.modules()):
+    if any(isinstance(part, Ported) for part in module.modules()):
         raise BadValueError("port", "A part of the module is ported already", "Port the whole, or its parts alone")
-    if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise BadValueError("port", "A part of the module is TorchScript", "Port the module that it was made of")
     if module.training:
         raise BadValueError("port", "The module is in training mode, where dropout is random", "Call its eval() first")
@@ -106,15 +106,14 @@ def _rules(
     component: str | None,
     inputs: Sequence[Mapping[str, object]],
 ) -> rules.Rules:
-    """Returns the sharding rules of a module: of the caller's mapping, a shared strategy, or the card's strategy.
+    """Returns the sharding rules of a module: those that the caller wrote, or those of a shared strategy or the card's.
     Raises BadValueError if there is neither a strategy nor a card.
     """
-    is_name = strategy is None or (isinstance(strategy, str) and strategy.isidentifier())
-    if not is_name:
+    is_name = isinstance(strategy, str) and strategy.isidentifier()  # else it is a mapping of rules, or YAML
+    if strategy is not None and not is_name:
         if inputs:
             fact = "'strategy' has rules for inputs already"
             raise BadValueError("port(inputs=...)", fact, "Put them there")
-        assert strategy is not None
         return rules.of_caller(component or type(module).__name__, strategy)
     extra = validated(_Inputs, Document("port(inputs=...)", {"inputs": [dict(rule) for rule in inputs]}, {})).inputs
     if session.card is None or session.document is None:
@@ -138,11 +137,12 @@ class _Inputs(Frozen):
 def _component(module: torch.nn.Module, card: Card) -> str:
     """Returns the name of the card's network that has a module's class; refuses a card with no or several of them."""
     path = f"{type(module).__module__}:{type(module).__qualname__}"
-    networks = [name for name in card.components if any(name in each.weights for each in card.strategies.values())]
+    sharded = {name for strategy in card.strategies.values() for name in strategy.weights}
+    networks = [name for name in card.components if name in sharded]
     names = [name for name in networks if card.components[name].class_.rpartition(":")[2] == type(module).__name__]
     if len(names) != 1:
-        which = f"{' and '.join(names)} are" if names else "None of its networks is"
-        fact = f"The module is a {path}. {which} of that class in the card of '{card.model}'"
+        found = f"{' and '.join(names)} are" if names else "None of its networks is"
+        fact = f"The module is a {path}. {found} of that class in the card of '{card.model}'"
         raise UnknownNameError("port", fact, f"Name its network with component=: {', '.join(networks)}", name=path)
     return names[0]
 
@@ -157,16 +157,18 @@ def _mesh(mesh: Mapping[Axis, int] | Mesh) -> Mesh:
             fact = f"There is no axis '{axis}'"
             raise UnknownNameError(rules.MESH, fact, nearest(str(axis), shard.AXES), name=str(axis))
     if isinstance(mesh, Mesh):
+        # The same devices in torchport's order of axes; an axis that the given mesh lacks has size 1.
         order = [list(mesh.axis_names).index(axis) for axis in shard.AXES if axis in sizes]
         devices = mesh.devices.transpose(order).reshape([sizes.get(axis, 1) for axis in shard.AXES])
         return Mesh(devices, shard.AXES, axis_types=(AxisType.Auto,) * len(shard.AXES))
-    hush_libtpu()
-    there, count = jax.devices(), math.prod(sizes.values())
-    if count > len(there):
-        shard.check_mesh(sizes, len(there), f"this process ({there[0].platform})", rules.MESH)
+    hush_libtpu()  # before JAX gives out a device
+    available = jax.devices()
+    count = math.prod(sizes.values())
+    if count > len(available):  # fewer are allowed: then the first devices are taken
+        shard.check_mesh(sizes, len(available), f"this process ({available[0].platform})", rules.MESH)
     if count < 1:
         raise MeshError(rules.MESH, f"It takes {count} devices", "Give each axis a size of 1 or more")
-    return shard.make_mesh(sizes, there[:count])
+    return shard.make_mesh(sizes, available[:count])
 
 
 def _owners(module: torch.nn.Module, session: Session) -> failure.Owners:

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from torchport.config import machine
 from torchport.config.card import Implementation
@@ -31,7 +31,7 @@ class Flags:
     model: str
     words: Sequence[str]  #: The script and its arguments, or `-m` and a module.
     upstream_path: str | None = None
-    backend: str = "torchax"
+    backend: Literal["torchax", "original"] = "torchax"
     patches: Sequence[str] = ()
     strategy: str | None = None
     mesh: str | None = None  #: Sizes of the axes, `dp=2,tp=4`; by default one device.
@@ -44,7 +44,7 @@ class Flags:
 def run(flags: Flags) -> None:
     """Checks the flags, and replaces this process by the script's, which calls `start` first; does not return."""
     script.check(flags.words)
-    # Called only for its refusal, as `parse_machine` below: the script's process reads both flags again.
+    # `axes_of` and `parse_machine` are called for their refusals alone: the script's process reads both flags again.
     axes_of(flags.mesh)
     if flags.machine is not None:
         machine.parse_machine(flags.machine, f"--machine {flags.machine}")
@@ -53,7 +53,7 @@ def run(flags: Flags) -> None:
             if (value := getattr(flags, name)) not in (None, False):
                 place = f"--{name}" if value is True else f"--{name} {value}"
                 raise BadValueError(place, "--backend original compiles nothing", "Leave one of the two out")
-    # The script's process would read these names only when it compiles a network: late, or never.
+    # These names are checked here: the script's process reads them only when it compiles a network, late or never.
     if flags.strategy is not None:
         card, _ = find_pack(flags.paths).card(flags.model)
         if flags.strategy not in card.strategies:
@@ -68,8 +68,8 @@ def run(flags: Flags) -> None:
 
 
 def axes_of(text: str | None) -> dict[Axis, int] | None:
-    """Returns the sizes of a mesh by axis for a value of `--mesh`: `{"dp": 2, "tp": 4}` for `dp=2,tp=4`. None for None;
-    raises BadValueError for other text.
+    """Returns the sizes of a mesh by axis for a value of `--mesh`: `{"dp": 2, "tp": 4}` for `dp=2,tp=4`. None if the
+    flag is not given. Raises BadValueError for other text.
     """
     if text is None:
         return None
@@ -99,7 +99,7 @@ def start(**arguments: Any) -> None:
             flags.model,
             patches=flags.patches,
             upstream_path=flags.upstream_path,
-            backend="original" if flags.backend == "original" else "torchax",
+            backend=flags.backend,
             paths=flags.paths,
             choice=choice,
         )
@@ -110,12 +110,13 @@ def start(**arguments: Any) -> None:
 def _report(session: Session) -> None:
     """Prints the errors of a script's patches after its end, and undoes the patches; the exit code stays as it is."""
     errors, unused = unreached(), session.error_if_unused()
-    is_failed = hasattr(sys, "last_value")  # by an exception: it may never have come to its imports
+    # Python sets `sys.last_value` when an exception ends the script, perhaps before its imports.
+    is_failed = hasattr(sys, "last_value")
     # A script prints its own help before it imports anything. `-h` may be a flag with a value, unless it is the last.
     asks_for_help = "--help" in sys.orig_argv[2:] or sys.orig_argv[2:][-1:] == ["-h"]
-    if errors or is_failed or asks_for_help:
-        unused = None
-    for error in [*errors, *([unused] if unused is not None else [])]:
+    if unused is not None and not errors and not is_failed and not asks_for_help:
+        errors = [*errors, unused]
+    for error in errors:
         sys.stderr.write(f"{error.report()}\n")
     sys.stderr.flush()
     with contextlib.suppress(TorchportError):  # these errors are written already
