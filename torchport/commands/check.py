@@ -115,6 +115,7 @@ def report_of(
     models = [] if model is None else [model]
     if models or not names:
         report.extend(static_check.check_cards(pack, models))
+    # Findings on these cards are dropped: the cards only tell which patches stand together in a stage.
     cards = [card for card, _ in static_check.read_cards(pack, models or pack.models(), Report())]
     if models:
         known = patch.upstreams(pack.folders)
@@ -124,9 +125,9 @@ def report_of(
         names = [*names, *more]
     chosen: tuple[Path, ...] | None = None
     if not names and not models:
-        chosen = tuple(lower.patches for lower in pack.checked)
+        chosen = tuple(checked_pack.patches for checked_pack in pack.checked)
         names = static_check.upstreams_with_patches(chosen)
-    # A card that cannot be read, or a pack of cards alone. Without names, all patches would be checked.
+    # The card cannot be read, or the pack has cards alone. `check` would take an empty list for all patches.
     if not names:
         return report
     if static:
@@ -138,7 +139,7 @@ def report_of(
 
 
 def stage_patches(pack: Pack, cards: Iterable[Card]) -> list[StagePatches]:
-    """Returns the patches of each stage of cards, once for each set that a choice of implementations gives."""
+    """Returns the patches of each stage of cards; a stage with several implementations has a set for each choice."""
     return [
         StagePatches(("torchax", *names), tuple(card.original), pack.home(card.model).patches)
         for card in cards
@@ -159,12 +160,12 @@ def check(
     Args:
         upstream_path: A checkout of an upstream that is not installed.
         count_calls: Runs a model with tiny weights, and returns findings for patches that were not called.
-        stages: The patches of stages. An upstream is tried together with those that such a stage needs to import it.
+        stages: The patches of stages. With an upstream, the other patches are tried that a stage needs to import it.
         chosen: The folders whose patches are tried; None: all.
     """
     report = Report()
     groups = _processes(folders, static_check.known_names(folders, names), stages, chosen, report)
-    # The upstreams that do not end their process: below, all of these share a process.
+    # The upstreams whose process did not die: below, all of these share a process.
     alive = []
     for number, group in enumerate(progress.track(groups, "check", "upstream"), 1):
         progress.note(f"check {', '.join(group.names)} ({number} of {len(groups)}) ...")
@@ -197,26 +198,22 @@ def _processes(
     groups = []
     for upstream, files in by_upstream.items():
         ids = {entry.id for entry in static_check.read(folders, files, Report())}
-        users = []
-        for stage in needed:
+        beside = []  # for each stage that uses this upstream, the patches of other upstreams that it needs
+        for stage, needed_ids in needed.items():
             upstreams = {name.partition("/")[0] for name in stage.names}
             if upstream in upstreams:
-                users.append(stage)
-        beside = [needed[stage] - ids for stage in users]
-        sets = []
-        for others in dict.fromkeys(beside):
-            if not any(others < wider for wider in beside):
-                sets.append(others)
-        # Without such a set, the upstream is tried alone.
-        groups += [CheckProcess(tuple(files), tuple(sorted(others)), chosen) for others in sets or [frozenset[str]()]]
+                beside.append(needed_ids - ids)
+        widest = [others for others in dict.fromkeys(beside) if not any(others < wider for wider in beside)]
+        for others in widest or [frozenset[str]()]:  # no stage uses it: it is tried alone
+            groups.append(CheckProcess(tuple(files), tuple(sorted(others)), chosen))
     return groups
 
 
 def _needed_at_import(folders: patch.Folders, stage: StagePatches, report: Report) -> frozenset[str]:
     """Returns the ids of a stage's patches that an import of upstream may need: plumbing, stubs, the original's."""
-    absent = set()  # a name that does not exist is reported as the card's mistake
+    absent = set()  # a name that does not exist is reported as the card's mistake, and needs no place here
     for name in (*stage.names, *stage.original):
-        if any(static_check.absent_patches(folders, name, "", stage.home)):
+        if any(static_check.absent_patches(folders, name, place="", home=stage.home)):
             absent.add(name)
     names = [name for name in stage.names if name not in absent]
     original = [name for name in stage.original if name not in absent]
@@ -274,7 +271,9 @@ def _in_fresh_process(
     try:
         report: Report = child.call(
             "torchport.commands.check:try_groups",
-            *(folders, groups, mode),
+            folders,
+            groups,
+            mode,
             ended=refusal,
             environment={"PYTHONWARNINGS": "ignore"},
             first=[] if upstream_path is None else [upstream_path],
@@ -305,9 +304,9 @@ def try_groups(folders: patch.Folders, groups: Sequence[CheckProcess], mode: str
                     _apply_and_undo(sound, mode, report)
                 break
             except PatchError as error:
-                culprit = str(vars(error).get("patch", ""))
+                culprit = str(getattr(error, "patch", ""))
                 report.add(error, "apply", culprit)
-                if culprit not in {entry.id for entry in (*sound, *needed)}:  # it would raise again
+                if culprit not in {entry.id for entry in (*sound, *needed)}:  # without any change it would raise again
                     break
                 sound = [entry for entry in sound if entry.id != culprit]
                 needed = [entry for entry in needed if entry.id != culprit]
@@ -323,11 +322,11 @@ def _applied_first(
     imported. Entries of packages that are not installed are left out.
     """
     packages = {entry.module.partition(".")[0] for entry in entries}
-    chosen = {entry.id for entry in entries}
+    tried = {entry.id for entry in entries}
     reading = Report()  # only its findings are kept: cases of these entries belong to their own upstreams
     everything = static_check.read(folders, patch.upstreams(folders), reading)
     needed = [e for e in everything if e.id in group.beside or e.lifetime.while_importing in packages]
-    needed = [entry for entry in needed if entry.id not in chosen and (entry.stub or is_there(entry.package))]
+    needed = [entry for entry in needed if entry.id not in tried and (entry.stub or is_there(entry.package))]
     needed = [entry for entry in needed if _is_sound(entry, everything, reading)]
     report.findings += reading.findings
     return needed
@@ -337,7 +336,7 @@ def _is_sound(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report
     """Checks an entry without importing upstream; returns whether it can be applied to upstream's modules."""
     try:
         fits = static_check.is_needed(entry, report)
-        if fits is None:
+        if fits is None:  # it is not needed with the installed versions
             return False
         loaded = replacement.load(entry, entry.reference) if entry.reference else None
     except AbsentPackageError as error:  # an extra of torchport's, which only those install who choose the patch
@@ -352,7 +351,9 @@ def _is_sound(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report
 
 
 def _apply_and_undo(entries: Sequence[patch.Entry], mode: str, report: Report) -> None:
-    """Applies patches once and once more, undoes both, and adds findings: patches not applied, namespaces changed."""
+    """Applies patches, applies them a second time on top, and undoes both. Adds a finding for a patch that was not
+    applied, for a second application that changed something, and for a namespace that is not restored.
+    """
     modules = sorted({entry.module for entry in entries if entry.edits})
     if mode == "late":
         served = {importer for entry in entries if entry.stub for importer in entry.stub.importers}
@@ -362,9 +363,10 @@ def _apply_and_undo(entries: Sequence[patch.Entry], mode: str, report: Report) -
         report.try_entry(entry, "apply")
     with patch.applied(entries, accept_drift=True) as ledger:
         _import_all(modules)
-        pending = {entry.id for entry in entries if not entry.edits or entry.lifetime.while_importing}
+        # These change nothing in the imported modules, or only while another package is imported.
+        excused = {entry.id for entry in entries if not entry.edits or entry.lifetime.while_importing}
         for row in ledger.rows():
-            if row["state"] not in ("applied", "used", "not needed") and row["id"] not in pending:
+            if row["state"] not in ("applied", "used", "not needed") and row["id"] not in excused:
                 text = f"'{row['id']}' is {row['state']} after its module was imported. Find who changed it."
                 report.findings.append(Finding(PatchError.id, row["place"], text, row["id"], "apply"))
         patched = _namespaces(modules)
@@ -377,10 +379,11 @@ def _apply_and_undo(entries: Sequence[patch.Entry], mode: str, report: Report) -
     for entry in first.values():
         if entry.module in before:
             report.try_entry(entry, "undo")
-    imported = {id(module) for module in list(sys.modules.values())}  # a submodule imported meanwhile is no change
+    module_ids = {id(module) for module in list(sys.modules.values())}
     for key in sorted(before.keys() & after.keys()):
         names = {name for name, _ in before[key]}
-        pairs = [(name, value) for name, value in after[key] if name in names or value not in imported]
+        # A new name for a module is no change: an import of a submodule sets it.
+        pairs = [(name, value_id) for name, value_id in after[key] if name in names or value_id not in module_ids]
         if pairs != before[key]:
             text = f"The namespace {key} is not what it was before the patches were applied and undone."
             report.findings.append(entry_finding(first[key.partition(":")[0]], text, "undo"))
@@ -467,7 +470,7 @@ def not_called(rows: Iterable[Mapping[str, Any]], entries: Iterable[patch.Entry]
         report.try_entry(entry, "called")
         if not (row and row["calls"]):
             state = row["state"] if row else "not in the ledger"
-            text = f"'{entry.id}' was not called in {stage} (it is {state}). Find what is called instead"
-            text = f"{text} of {entry.target}."
+            remedy = f"Find what is called instead of {entry.target}."
+            text = f"'{entry.id}' was not called in {stage} (it is {state}). {remedy}"
             report.findings.append(Finding(NotCalledError.id, entry.place, text, entry.id, "called"))
     return report

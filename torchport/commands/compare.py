@@ -77,9 +77,10 @@ def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
     first = runs.read(a)
     floor_run = None if floor is None else runs.read(floor)
     if floor_run is not None:
-        _check_floor(first, floor_run)
-    second = runs.distance(first, runs.read(b))
-    return Comparison(first, second, floor=None if floor_run is None else runs.distance(first, floor_run))
+        _check_floor(first, floor_run)  # before the distances, which take long
+    b_distance = runs.distance(first, runs.read(b))
+    floor_distance = None if floor_run is None else runs.distance(first, floor_run)
+    return Comparison(first, b_distance, floor_distance)
 
 
 def _check_floor(a: FinishedRun, floor: FinishedRun) -> None:
@@ -155,16 +156,13 @@ def _words(rows: Sequence[Difference]) -> str:
 def _frame_lines(comparison: Comparison) -> list[str]:
     """Returns a table of how far B's frames are from A's, and those of the floor, A's job on another mesh."""
     count, _, height, width = comparison.a.frames.shape
-    # The first has the heads of the rows.
-    columns = [
-        [
-            f"{count} frames of {height} x {width}, bytes before the codec",
-            *("PSNR, dB", "PSNR of the worst frame", "SSIM", "SSIM of the worst frame", "greatest difference"),
-        ]
-    ]
-    for name, distance in zip(("B", "floor"), comparison.distances, strict=False):
+    heads = [f"{count} frames of {height} x {width}, bytes before the codec"]
+    heads += ["PSNR, dB", "PSNR of the worst frame", "SSIM", "SSIM of the worst frame", "greatest difference"]
+    columns = [heads]
+    for name, distance in zip(("B", "floor"), comparison.distances, strict=False):  # the floor may be absent
         frames = distance.frames
         psnr, worst_psnr = ("equal" if math.isinf(x) else f"{x:.2f}" for x in (frames.psnr, frames.worst_psnr))
+        # Frames under 11 x 11 pixels have no SSIM.
         ssim, worst_ssim = ("-" if x is None else f"{x:.5f}" for x in (frames.ssim, frames.worst_ssim))
         if worst_psnr != "equal":
             worst_psnr += f" (frame {frames.worst_psnr_frame})"
@@ -175,21 +173,20 @@ def _frame_lines(comparison: Comparison) -> list[str]:
 
 
 def _latent_lines(comparison: Comparison) -> list[str]:
-    """Returns the table of latents: a line for each step, with two columns for B and two for the floor."""
+    """Returns the table of latents: a line for each step, with two columns for B and two for a floor that is given."""
     head = ["latents after step", "B: cosine", "max|a-b|/max|b|", "floor: cosine", "max|a-b|/max|b|"]
-    columns: list[dict[str, Latents]] = []  # for B and the floor, the latents by the name of their row
+    by_distance: list[dict[str, Latents]] = []  # for B and the floor, the latents by the name of their row
     for distance in comparison.distances:
-        column: dict[str, Latents] = {}
-        for entry in distance.latents:
-            step = entry.step
-            column["last" if step is None else str(step)] = entry
-        for name, entry in distance.sound.items():
-            column[f"sound: {name}"] = entry
-        columns.append(column)
+        by_row: dict[str, Latents] = {}
+        for latents in distance.latents:
+            by_row["last" if latents.step is None else str(latents.step)] = latents
+        by_row |= {f"sound: {name}": latents for name, latents in distance.sound.items()}
+        by_distance.append(by_row)
     rows = []
-    for name in columns[0]:
+    for name in by_distance[0]:
         row = [name]
-        for latents in (column.get(name) for column in columns):
-            row += ["-", "-"] if latents is None else [f"{latents.cosine:.8f}", f"{latents.difference:.2e}"]
+        for by_row in by_distance:
+            found = by_row.get(name)
+            row += ["-", "-"] if found is None else [f"{found.cosine:.8f}", f"{found.difference:.2e}"]
         rows.append(row)
-    return table([head[: 1 + 2 * len(columns)], *rows], left=1)
+    return table([head[: 1 + 2 * len(by_distance)], *rows], left=1)

@@ -104,9 +104,9 @@ def _operators() -> Diagnosis:
 
     what = "table of operators"
     installed = manifest.versions()
-    made_with = conformance.read().versions
-    others = [f"{name} {installed[name]}" for name, v in made_with.items() if installed[name].partition("+")[0] != v]
-    fact = f"made with {', '.join(f'{name} {version}' for name, version in made_with.items())}"
+    recorded = conformance.read().versions
+    others = [f"{name} {installed[name]}" for name, v in recorded.items() if installed[name].partition("+")[0] != v]
+    fact = f"made with {', '.join(f'{name} {version}' for name, version in recorded.items())}"
     if not others:
         return Diagnosis("ok", what, fact)
     fact += f"; here is {', '.join(others)}, of which it may not be true: docs/engine.md"
@@ -162,7 +162,7 @@ def _jax_cache() -> list[Diagnosis]:
 
 
 def _checkpoints(pack: Pack) -> list[Diagnosis]:
-    """Returns for each card whether its checkpoint is in Hugging Face's cache, and its tiny weights if they are made."""
+    """Returns whether each card's checkpoint is in Hugging Face's cache, and its tiny weights if there are any."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from torchport.load import tiny

@@ -69,14 +69,16 @@ def command(id: str | None, everything: bool, web: bool) -> None:
     """
     if id is None and not everything:
         raise errors.UnknownNameError("torchport explain", "No id is named", "Name one, such as TP107, or add --all")
-    text, key = page().rstrip() if id is None else section(id), id or ""
+    text = page().rstrip() if id is None else section(id)  # raises for an unknown id, also with --web
     if web:
         packages = importlib.metadata.distributions(name="torchport")
+        # Each is a label and an address: `Documentation, https://...`.
         urls = [url.split(", ") for package in packages for url in package.metadata.get_all("Project-URL", ())]
         site = dict(urls).get("Documentation")
         if site is None:
             raise errors.UnknownNameError("--web", "The installed torchport names no site", "Install it again")
-        text = f"{site}{'scan' if key.upper() in RULES else 'errors'}/#{key.lower()}"
+        anchor = id or ""
+        text = f"{site}{'scan' if anchor.upper() in RULES else 'errors'}/#{anchor.lower()}"
     terminal.say(text)
 
 
@@ -114,18 +116,17 @@ def _group(kind: type[errors.TorchportError]) -> list[str]:
 
     The list is empty for an error outside of groups.
     """
-    inner = kind.__subclasses__()
-    if inner:
-        listed = "\n".join(f"- {kind.id} `{kind.__name__}`: {_first_line(kind)}" for kind in inner)
+    members = kind.__subclasses__()
+    if members:
+        listed = "\n".join(f"- {member.id} `{member.__name__}`: {_first_line(member)}" for member in members)
         return [f"This is a group. Its errors:\n\n{listed}"]
-    group = kind.__bases__[0]
+    group: type[errors.TorchportError] = kind.__bases__[0]
     if group is errors.TorchportError:
         return []
-    return [f"It is a `{group.__name__}` ({group.__dict__['id']}): {_first_line(group)}"]
+    return [f"It is a `{group.__name__}` ({group.id}): {_first_line(group)}"]
 
 
 def _first_line(kind: type[errors.TorchportError]) -> str:
-    """Returns the first line of an error's docstring."""
     return (inspect.getdoc(kind) or "").splitlines()[0]
 
 

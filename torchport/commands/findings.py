@@ -34,7 +34,8 @@ class Finding:
     place: str  #: `file:line`.
     text: str
     patch: str
-    step: str  #: schema, card, job, targets, drift, apply, undo or called.
+    #: schema, card, job, targets, drift, apply, undo or called; of a scan's finding its verdict.
+    step: str
     #: For drift, the change of the lock file that would accept it, as a unified diff.
     review: str = ""
 
@@ -87,12 +88,12 @@ def entry_finding(entry: Entry, text: str, step: str) -> Finding:
 def exit_code(findings: Iterable[Finding]) -> int:
     """Returns the lowest of 3 (drift), 4 (late or aliased) and 5 (not called) that occurs; else 1, or 0 without any."""
     codes = {_CODES.get(finding.id, 1) for finding in findings}
-    return min(codes - {1}, default=1) if codes else 0
+    return min(codes - {1}, default=1) if codes else 0  # 1 is the lowest number, and counts only if it is alone
 
 
 AnyReport = TypeVar("AnyReport")
 _LEVELS = {"covered": "note", "unknown": "warning"}
-"""The SARIF level of a scan's finding, by its verdict; all other findings are errors."""
+"""The SARIF level of a scan's finding, by its verdict, which is its `step`; all other findings are errors."""
 
 
 def as_text(report: Report) -> str:
@@ -112,8 +113,8 @@ def as_github(report: Report) -> str:
     lines = []
     for finding in report.findings:
         file, line = _file_and_line(finding.place)
-        at = f" file={_escaped(file, ':,')},line={line}," if line else " "
-        lines.append(f"::error{at}title={_escaped(finding.id, ':,')}::{_escaped(finding.text)}")
+        location = f" file={_escaped(file, ':,')},line={line}," if line else " "
+        lines.append(f"::error{location}title={_escaped(finding.id, ':,')}::{_escaped(finding.text)}")
     return "\n".join(lines)
 
 
@@ -140,7 +141,7 @@ def as_sarif(report: Report) -> str:
     results = []
     for finding in report.findings:
         file, line = _file_and_line(finding.place)
-        # A finding's fingerprint stays the same when its lines move.
+        # Without numbers of lines, a finding's fingerprint stays the same when its lines move.
         text = re.sub(r"(:|\bline )\d+", "", finding.text)
         facts = (finding.id, _uri(file, root), finding.patch, finding.step, text)
         digest = hashlib.sha256(os.fsencode("\0".join(facts))).hexdigest()[:32]
@@ -162,7 +163,7 @@ def as_sarif(report: Report) -> str:
 
 
 def _rule(id: str) -> dict[str, Any]:
-    """Returns the SARIF rule of an id, with the docstring of its error class, or the text of scan's rule."""
+    """Returns the SARIF rule of an id: of a finding of scan its section in `explain`, else its class's docstring."""
     if id in RULES:
         name, title, page = RULES[id].kind, RULES[id].title, scan_section(id)
     else:
@@ -195,7 +196,8 @@ def as_junit(report: Report) -> str:
     everything: list[Case | Finding] = [*report.cases, *report.findings]
     for item in everything:
         file, _ = _file_and_line(item.place)
-        if isinstance(item, Finding) and item.patch:  # a finding at upstream's file goes to the patch's file
+        # A finding of a patch goes to the patch's file, even if its place is in upstream's file.
+        if isinstance(item, Finding) and item.patch:
             place = next((case.place for case in report.cases if case.patch == item.patch), item.place)
             file, _ = _file_and_line(place)
         suites.setdefault(file, {}).setdefault((item.patch, item.step), []).append(item)

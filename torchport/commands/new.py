@@ -76,7 +76,8 @@ def new_model(out: Path, upstream_path: str | None, pipeline: str | None, **give
     """
     from torchport.porting.draft import home, model
 
-    if (pipeline is None) == (not given["entries"]):
+    has_entries = bool(given["entries"])
+    if has_entries == (pipeline is not None):  # both are given, or neither
         raise BadValueError("torchport new model", "It takes --entry or --pipeline", "Name one of the two")
     if pipeline is not None:
         from torchport.porting import derive

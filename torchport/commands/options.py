@@ -74,16 +74,16 @@ def config(default: str = "", published: Literal["never", "named", "always"] = "
 
     Args:
         default: The default job in words, for the help. Empty: the flag is required, except for a pipeline as model.
-        published: When a pipeline's job has the published size, not the demo's: never, if a checkpoint is named, or
-            always except with tiny weights.
+        published: When the job of a pipeline has the published size, and not the demo's: `never`; `named`: if a
+            checkpoint is named that is not tiny; `always`: unless a tiny checkpoint is named.
     """
     words = {
         "named": "a pipeline's demo; with its weights, its published size",
         "always": "a pipeline's published size",
     }
     callback = None if default else functools.partial(_pipelines_job, published)
-    without = default or words.get(published, "a pipeline's demo")
-    text = f"The job, a file or `demo`, the model's own: sizes, machine [{without}]."
+    default_words = default or words.get(published, "a pipeline's demo")
+    text = f"The job, a file or `demo`, the model's own: sizes, machine [{default_words}]."
     return click.option("--config", metavar="FILE", help=text, callback=callback)
 
 
@@ -102,23 +102,26 @@ def report(formats: str, multiple: bool = False) -> Decorator[Any]:
 
 
 def _pipelines_job(published: str, context: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    """Returns the value of `--config`; without a value, a pipeline's job, and other models raise; see `config`."""
+    """Returns the value of `--config`. Without a value, returns the job of a pipeline, and raises for another model."""
+    if value is not None:
+        return value
     model = context.params.get("model") or ""
-    if value is None and not model.startswith(DERIVED):
+    if not model.startswith(DERIVED):
         if model and not model.endswith("Pipeline"):
-            find_pack(context.params.get("paths", ())).home(model)  # a wrong name is the first error
-        name = f"A pipeline has '{DERIVED}' before its name."
-        hint = name if model.endswith("Pipeline") else "'--config demo' is the model's demo."
+            find_pack(context.params.get("paths", ())).home(model)  # raises for a wrong name: that is the first mistake
+        hint = "'--config demo' is the model's demo."
+        if model.endswith("Pipeline"):
+            hint = f"A pipeline has '{DERIVED}' before its name."
         raise click.MissingParameter(hint, ctx=context, param=parameter)
     overrides = [text.partition("=") for text in context.params.get("overrides", ())]
-    checkpoints = [value for field, equals, value in overrides if equals and field == "checkpoint"]  # of --set
+    checkpoints = [text for field, equals, text in overrides if equals and field == "checkpoint"]  # of --set
     checkpoint = context.params.get("checkpoint") or (checkpoints[-1] if checkpoints else None)
-    is_demo = published == "never" or (published == "named" if checkpoint is None else is_tiny(checkpoint))
-    return value or f"configs/{model}{'_demo' if is_demo else ''}.yaml"
+    is_demo = published != "always" if checkpoint is None else published == "never" or is_tiny(checkpoint)
+    return f"configs/{model}{'_demo' if is_demo else ''}.yaml"
 
 
 def derived(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Returns the value of `--model`; if it is a pipeline, `diffusers:NAME`, its card is derived first."""
+    """Returns the value of `--model`, and derives the card first if the value is a pipeline, `diffusers:NAME`."""
     if value is not None and value.startswith(DERIVED):
         from torchport.porting import derive
 

@@ -32,7 +32,9 @@ def list_patches(names: tuple[str, ...], paths: tuple[str, ...]) -> None:
     """Lists the patches of the named upstreams or files, or all patches."""
     for row in rows(find_pack(paths).folders, names):
         promise = row["equivalence"] if isinstance(row["equivalence"], str) else next(iter(row["equivalence"]))
-        notes = ["plumbing"] * row["plumbing"] + ["not locked"] * (not row["locked"] and row["kind"] != "op")
+        notes = ["plumbing"] if row["plumbing"] else []
+        if not row["locked"] and row["kind"] != "op":  # most operators have no source in Python to lock
+            notes.append("not locked")
         noted = f"  ({', '.join(notes)})" if notes else ""
         terminal.say(f"{row['id']:36} {row['kind']:8} {promise:10} {row['target']}{noted}  {row['place']}")
 
@@ -66,10 +68,11 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
     if checkout is not None:
         sys.path.insert(0, str(checkout))
     pack = find_pack(paths)
-    cards = static_check.read_cards(pack, pack.models(), findings.Report())  # those that can be read
+    cards = static_check.read_cards(pack, pack.models(), findings.Report())  # a card that cannot be read is left out
     stages = check.stage_patches(pack, [card for card, _ in cards])
     check_apply = functools.partial(check.require_applied, pack.folders, upstream_path=checkout, stages=stages)
-    lines = lock(pack.folders, names, only_check, check_apply, [lower.patches for lower in pack.checked])
+    chosen = [checked_pack.patches for checked_pack in pack.checked]
+    lines = lock(pack.folders, names, only_check, check_apply, chosen)
     for line in lines:
         terminal.say(line)
     terminal.say(f"{len(lines)} target(s) {'would change' if only_check else 'changed'}.")

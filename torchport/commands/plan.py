@@ -76,15 +76,16 @@ def answer(request: Request, flags: PlanFlags, line: str) -> terminal.Answer:
         folder.check_writable("--report", flags.file)
     if flags.sweep and flags.strategy is not None:
         raise BadValueError(f"--strategy {flags.strategy}", "A sweep takes every strategy", "Leave out one of the two")
-    for name, value in {"--stage": flags.stage, "--report": flags.file}.items():
-        if flags.sweep and value is not None:
-            fact = f"{name} is given, and a sweep is a table of denoising steps"
-            raise BadValueError("torchport plan --sweep", fact, "Leave it out")
+    if flags.sweep:
+        for name, value in {"--stage": flags.stage, "--report": flags.file}.items():
+            if value is not None:
+                fact = f"{name} is given, and a sweep is a table of denoising steps"
+                raise BadValueError("torchport plan --sweep", fact, "Leave it out")
     if flags.jobs is not None and not flags.sweep:
         raise BadValueError(f"--jobs {flags.jobs}", "There is one plan to make", "Add --sweep, or leave it out")
     from torchport.plan import plan_report, planning, sweep
 
-    bounded = flags.scores != "any"
+    bounded = flags.scores != "any"  # without the flag, too
     if flags.sweep:
         swept = sweep.sweep(request, flags.topology, flags.keep, bounded, flags.jobs)
         return terminal.Answer(sweep.data(swept), sweep.lines(swept))

@@ -110,11 +110,12 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
     if quiet:
         return [place]
     stages = dict.fromkeys(key.split()[0] for key in summary.seconds)  # a key is `denoise run`
-    width, text = max([8, *map(len, stages)]), [""]
+    width = max([8, *map(len, stages)])
+    text = [""]
     for stage in stages:
-        parts = {key.split()[1]: seconds for key, seconds in summary.seconds.items() if key.startswith(stage + " ")}
-        shares = ", ".join(f"{verb} {seconds:.1f}" for verb, seconds in parts.items() if seconds >= 0.05)  # else 0.0
-        text.append(f"{stage:{width}} {sum(parts.values()):7.1f} s   ({shares})")
+        verbs = {key.split()[1]: seconds for key, seconds in summary.seconds.items() if key.startswith(stage + " ")}
+        shares = ", ".join(f"{verb} {seconds:.1f}" for verb, seconds in verbs.items() if seconds >= 0.05)  # else 0.0
+        text.append(f"{stage:{width}} {sum(verbs.values()):7.1f} s   ({shares})")
         if stage in summary.operators:
             text.append(f"{'':{width}}           {summary.operators[stage]}")
     if summary.steps:
@@ -129,9 +130,11 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
         shares = ", ".join(f"{part} {value:.1f}" for part, value in clip.items() if value >= 0.05)
         text.append(f"{'clip':{width}} {sum(summary.seconds.values()):7.1f} s   ({shares})")
     if summary.upstream is not None:
-        text.append(f"{summary.upstream}")
+        text.append(str(summary.upstream))
     sheet = summary.folder / CONTACT_SHEET
-    text += ["", f"{sheet}: frames of it, side by side"] if summary.video and sheet.exists() else [""]
+    text.append("")
+    if summary.video and sheet.exists():
+        text.append(f"{sheet}: frames of it, side by side")
     return [*text, place]
 
 

@@ -116,13 +116,14 @@ def json_text(report: ScanReport, everything: bool = False) -> str:
     """Returns JSON: the numbers of files and lines, the packages that are absent, and the findings, each on a line."""
     rows = []
     for finding in shown(report, everything):
-        row, rule = dataclasses.asdict(finding), finding.meaning
-        del row["sure"]
+        rule = finding.meaning
+        row = dataclasses.asdict(finding)
+        del row["sure"]  # `verdict` says it
         row |= {"kind": rule.kind, "verdict": finding.verdict, "why": rule.why, "do": rule.do}
         rows.append(json.dumps({**row, "effort": rule.effort, "draft": rule.draft}))
     facts = {"files": report.files, "lines": report.lines, "entries": list(report.entries), "count": report.count()}
     absent = [dataclasses.asdict(absent) for absent in report.absent]
-    head = json.dumps({**facts, "absent": absent}).removesuffix("}")
+    head = json.dumps({**facts, "absent": absent}).removesuffix("}")  # the findings are added to this object
     listed = ",\n".join(rows)
     return f'{head}, "findings": [\n{listed}\n]}}'
 

@@ -61,7 +61,7 @@ def request_of(model: str, config: str | None, strategy: str | None, paths: tupl
         pack = find_pack(paths)
         card, _ = pack.card(model)
         config = pack.demo(card)
-        # The published network, but for a derived card: its published sizes are in a checkpoint alone.
+        # A derived card has tiny sizes alone: the published sizes are in its checkpoint, which is not read.
         if not model.startswith(DERIVED):
             overrides = (f"checkpoint={json.dumps(card.checkpoint)}", "dtypes={}", *overrides)
     overrides = options.with_fields(overrides, strategy=strategy)
@@ -93,17 +93,17 @@ def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
     rules, rehearsal = of_task(task, name), preflight.rehearse(task, stage)
     shapes = shard.named_shapes(dict(rehearsal.module.named_parameters()) | dict(rehearsal.module.named_buffers()))
     for rule, weight_rules in _by_rule(rules.as_written.weights, rehearsal.weights):
-        size = shard.device_bytes(
-            {key: shapes[key] for key in weight_rules}, weight_rules, task.job.mesh, task.dtype(name)
-        )
-        yield _row(name, "weights", rule, weight_rules, size, ("gathered where they are used",) if rule.gather else ())
+        matched = {key: shapes[key] for key in weight_rules}
+        size = shard.device_bytes(matched, weight_rules, task.job.mesh, task.dtype(name))
+        notes = ("gathered where they are used",) if rule.gather else ()
+        yield _row(name, "weights", rule, weight_rules, size, notes)
     for input_rule, inputs in _by_rule(rules.inputs, rehearsal.inputs):
         if rehearsal.calls:
-            yield _row(name, "inputs", input_rule, inputs, None, ())
+            yield _row(name, "inputs", input_rule, inputs, size=None, notes=())
         else:  # the shapes of inputs are not known before a run
             order = tuple(map(_spec_words, (input_rule.spec, *input_rule.otherwise)))
-            more = ("the first that divides",) if input_rule.otherwise else ()
-            yield RuleRow(name, "inputs", input_rule.match, order, 0, None, more)
+            notes = ("the first that divides",) if input_rule.otherwise else ()
+            yield RuleRow(name, "inputs", input_rule.match, order, matches=0, bytes=None, notes=notes)
     by_module = activations.rule_by_module(rehearsal.module, rules.as_written.activations, rules.place("activations"))
     for activation in rules.as_written.activations:
         notes = ("may be padded",) if activation.uneven else ()
@@ -111,7 +111,7 @@ def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
         if activation.is_shared and not count:
             continue  # the rule may be for another network
         specs = tuple(map(_spec_words, activation.outputs))
-        yield RuleRow(name, "activations", activation.match, specs, count, None, notes)
+        yield RuleRow(name, "activations", activation.match, specs, count, bytes=None, notes=notes)
 
 
 def _by_rule(rules: Sequence[RuleT], fitted: Mapping[str, RuleT]) -> Iterator[tuple[RuleT, dict[str, RuleT]]]:
@@ -124,9 +124,9 @@ def _by_rule(rules: Sequence[RuleT], fitted: Mapping[str, RuleT]) -> Iterator[tu
     """
     from torchport import shard
 
-    rule_of = {key: next(rule for rule in rules if shard.matches(rule, key)) for key in fitted}
+    first_rule = {key: next(rule for rule in rules if shard.matches(rule, key)) for key in fitted}
     for rule in rules:
-        found = {key: fit for key, fit in fitted.items() if rule_of[key] is rule}
+        found = {key: fitted_rule for key, fitted_rule in fitted.items() if first_rule[key] is rule}
         if found or not rule.is_shared or not fitted:
             yield rule, found
 

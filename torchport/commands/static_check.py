@@ -116,7 +116,7 @@ def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Pat
                 readable[name] = None
             except TorchportError as error:
                 report.add(error, "schema")
-    by_id = {entry.id: entry for entry in reversed(entries)}  # of an id, the entry of the highest folder
+    by_id = {entry.id: entry for entry in reversed(entries)}  # the entry of the highest folder comes first, and is kept
     if readable and (len(stack) > 1 or len(by_id) < len(entries)):
         try:
             # Read at once, files are also checked against each other.
@@ -139,7 +139,7 @@ def _files(root: Path, name: str) -> list[str]:
 def is_needed(entry: patch.Entry, report: Report, probe: bool = True) -> bool | None:
     """Returns None if an entry is not needed with the installed versions, False if they do not fit it, else True."""
     try:
-        reason = versions.outcome(entry, probe)
+        reason = versions.outcome(entry, probe)  # without `probe`, the entry's Python is not run
     except UnsupportedError as error:
         report.try_entry(entry, "targets")
         report.add(error, "targets", entry.id)
@@ -154,7 +154,7 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
     """Checks an entry against upstream's source, and adds findings to `report`; returns whether it can be tried.
 
     Args:
-        loaded: The replacement that the entry names, or its parsed source.
+        loaded: The replacement that the entry names, or its parsed source; None if it names none.
         entries: All entries: those that change the same target share a row of the lock.
     """
     report.try_entry(entry, "targets")
@@ -164,17 +164,19 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
     if not entry.edits:
         return True
     try:
-        state = None
         try:
             state = drift.check(entry)
         except DriftError as error:
+            state = "drift"  # the patch is tried all the same: it may still fit
             report.add(error, "drift", entry.id, drift.review(entry, entries))
         if state != "no source":
             report.try_entry(entry, "drift")
         checks.check_source(entry, loaded)
         if state == "unlocked":
-            text = f"'{entry.id}' has no row in the lock. Review it, then run: torchport patches lock {entry.upstream}"
-            text = f"{text} (with the --path and --upstream-path that are used here)."
+            command = (
+                f"torchport patches lock {entry.upstream} (with the --path and --upstream-path that are used here)"
+            )
+            text = f"'{entry.id}' has no row in the lock. Review it, then run: {command}."
             try:
                 review = drift.review(entry, entries)
             except TargetError:  # its target cannot be read, so there is no row to review
@@ -189,8 +191,8 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
 def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
     """Returns the findings for the named model cards; without names, for all cards and all configs."""
     report = Report()
-    cards = read_cards(pack, models or {name for lower in pack.checked for name in lower.card_names()}, report)
-    sound = []  # only cards without mistakes judge jobs: an error could follow from the mistake
+    cards = read_cards(pack, models or {name for layer in pack.checked for name in layer.card_names()}, report)
+    sound = []  # jobs are tried with these cards alone: with another card, an error could follow from its mistake
     mistaken: set[str] = set()
     for card, document in cards:
         report.cases.append(Case(document.place(), "", "card"))
@@ -209,21 +211,21 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
             report.notes.append(f"{place}: {note}: {why}")
         _check_demo(pack, card, document, has_mistakes=bool(mistakes) or inherits, report=report)
     if not models:
-        for error in (error for lower in pack.checked for error in lower.unread()):
-            report.add(error, "schema")
+        for layer in pack.checked:
+            for error in layer.unread():
+                report.add(error, "schema")
         # A config may also be for a card of a pack that is not checked.
         others = set(pack.models()) - {card.model for card, _ in cards}
         known = [*sound, *(card for card, _ in read_cards(pack, others, Report()))]
         is_whole = len(known) == len({*pack.models()})
-        for file in sorted(file for lower in pack.checked for file in (lower.root / "configs").glob("*.yaml")):
+        for file in sorted(file for layer in pack.checked for file in (layer.root / "configs").glob("*.yaml")):
             _check_config(pack, file, known, is_whole, report)
     return report
 
 
 def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tuple[Card, Document]]:
-    """Returns the named cards that can be read, those that extend another card last; adds the others to `report`.
-
-    A card is left out if it extends a card that cannot be read: the latter has the finding.
+    """Returns the named cards that can be read, those that extend another card last. A card that cannot be read is a
+    finding in `report`; cards that extend it are left out without a finding of their own.
     """
     cards = []
     unread: set[str | None] = set()
@@ -234,10 +236,9 @@ def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tupl
         try:
             card, document = pack.card(name)
         except UnknownNameError as error:
-            if extended[name] is None:
+            if extended[name] is None:  # there is no card `name`
                 raise
-            # It extends a card that does not exist.
-            report.add(error, "schema")
+            report.add(error, "schema")  # it extends a card that does not exist
             continue
         except TorchportError as error:
             report.add(error, "schema")
@@ -261,14 +262,14 @@ def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportE
     for path, names in lists:
         for number, name in enumerate(names):
             yield from absent_patches(pack.folders, name, document.place([*path, number]), home)
-    for _, names in card.patch_sets():  # two patches of one stage may change the same target
+    for _, names in card.patch_sets():
         fitting = []
         for entry in read(pack.folders, names, Report(), home):  # unreadable files are reported elsewhere
             with contextlib.suppress(UnsupportedError):
                 if versions.outcome(entry, probe=False) is None:
                     fitting.append(entry)
         try:
-            patch_set.check_claims([], fitting)
+            patch_set.check_claims([], fitting)  # raises if two patches of a stage change the same target
         except TorchportError as error:
             yield error
     try:
@@ -292,17 +293,18 @@ def _absent_builders(pack: Pack, card: Card, document: Document) -> Iterator[Tor
     for name, component in card.components.items():
         if component.build is None:
             continue
-        place, (file, _, function) = document.place(["components", name, "build"]), component.build.partition(":")
+        place = document.place(["components", name, "build"])
+        file, _, function = component.build.partition(":")
         path = family.with_name(file)
         try:
             tree = tree_of(path)
         except UnreadableError as error:
-            known = [file.name for file in sorted(path.parent.glob("*.py"))]
+            known = [other.name for other in sorted(path.parent.glob("*.py"))]
             absent = ReplacementError(place, f"There is no '{as_named(path)}'", nearest(path.name, known))
             yield error if path.exists() else absent
             continue
         binding = binding_at(tree, (function,))
-        if binding.node is None and not binding.open:
+        if binding.node is None and not binding.open:  # open: an import of `*` or a condition may define it
             known = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
             fact = f"'{as_named(path)}' has no function '{function}'"
             yield ReplacementError(place, fact, nearest(function, known))
@@ -317,8 +319,9 @@ def _check_demo(pack: Pack, card: Card, document: Document, has_mistakes: bool, 
     except TorchportError as error:
         report.add(error, "schema")
     else:
-        for mistake in () if has_mistakes else _job_mistake(job, card, job_document):
-            report.add(mistake, "job")
+        if not has_mistakes:
+            for mistake in _job_mistake(job, card, job_document):
+                report.add(mistake, "job")
 
 
 def absent_patches(folders: patch.Folders, name: str, place: str, home: Path | None = None) -> Iterator[TorchportError]:
@@ -369,9 +372,8 @@ def _networks_of(statement: ast.stmt | None) -> set[str] | None:
 
 
 def _check_config(pack: Pack, file: Path, cards: Sequence[Card], is_whole: bool, report: Report) -> None:
-    """Checks a config: its fields, its machine, and that it is valid for a card of the pack.
-
-    The latter only if `is_whole`: if all cards can be read and have no mistakes. Else it may be for another card.
+    """Checks a config: its fields, its machine, and, if `is_whole`, that it is valid for one of `cards`. Without
+    `is_whole`, a card of the pack cannot be read or has mistakes, and the config may be for that card.
     """
     try:
         pack.highest(f"configs/{file.name}")  # raises if the file hides one in a lower pack
@@ -382,10 +384,10 @@ def _check_config(pack: Pack, file: Path, cards: Sequence[Card], is_whole: bool,
     except TorchportError as error:
         report.add(error, "schema")
         return
-    refusals = [error for card in cards for error in _job_mistake(job, card, document)]  # one for a card at most
-    places = {finding.place for finding in report.findings}  # of jobs that are reported already, as a card's demo
     if not cards or not is_whole:
         return
+    refusals = [error for card in cards for error in _job_mistake(job, card, document)]  # one for a card at most
+    places = {finding.place for finding in report.findings}  # of jobs that are reported already, as a card's demo
     if len(refusals) == len(cards) and not any(error.place in places for error in refusals):
         report.add(refusals[0], "job")
 

@@ -103,11 +103,11 @@ def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verif
             remedy = "Write the numbers of steps, from 0: 0,1,25"
             raise BadValueError(f"--steps {flags.steps}", "It is no list of steps", remedy)
         steps = tuple(sorted({int(step) for step in flags.steps.split(",")}))
-    kind, _, name = flags.against.partition(":")
+    kind, _, name = flags.against.partition(":")  # `original`, or `run:DIR`
     if flags.against != "original" and (kind != "run" or not name):
         remedy = "Write original, or run:DIR of a --capture DIR"
         raise BadValueError(f"--against {flags.against}", "It names neither", remedy)
-    chosen = Options(steps, flags.decode, flags.floor, Path(name) if name else None)
+    chosen = Options(steps, flags.decode, flags.floor, reference=Path(name) if kind == "run" else None)
     if flags.capture is not None:
         with _naming(f"--capture {flags.capture}"):
             atomic.make_folder(flags.capture)
@@ -146,16 +146,17 @@ def _check_combination(flags: VerifyFlags) -> None:
     """Raises if flags do not go together, or if the report cannot be written."""
     if flags.capture is not None:
         others = {"--against": flags.against != "original", "--floor": flags.floor, "--report": flags.file}
-        for flag in (flag for flag, given in others.items() if given):
-            raise BadValueError(flag, "--capture runs the original alone", "Leave one of the two out")
+        for flag, is_given in others.items():
+            if is_given:
+                raise BadValueError(flag, "--capture runs the original alone", "Leave one of the two out")
         limit = flags.capture_limit
         if limit is not None and not 0 < limit < 2**20:
             raise BadValueError(f"--capture-limit {limit:g}", "It is no size in GiB", "Give a number above 0")
     elif flags.capture_limit is not None:
         raise BadValueError("--capture-limit", "Nothing is captured", "Add --capture DIR")
     if flags.against != "original":
-        for flag, given in {"--steps": flags.steps, "--decode": flags.decode}.items():
-            if given:
+        for flag, is_given in {"--steps": flags.steps, "--decode": flags.decode}.items():
+            if is_given:
                 raise BadValueError(flag, "The capture says what is compared", f"Capture with {flag}, and leave it out")
     if flags.file is not None:
         if flags.file.suffix not in ENDINGS:
