@@ -336,7 +336,7 @@ def _is_sound(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report
     """Checks an entry without importing upstream; returns whether it can be applied to upstream's modules."""
     try:
         fits = static_check.is_needed(entry, report)
-        if fits is None:  # it is not needed with the installed versions
+        if fits is None:  # it is not needed
             return False
         loaded = replacement.load(entry, entry.reference) if entry.reference else None
     except AbsentPackageError as error:  # an extra of torchport's, which only those install who choose the patch
@@ -351,9 +351,7 @@ def _is_sound(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report
 
 
 def _apply_and_undo(entries: Sequence[patch.Entry], mode: str, report: Report) -> None:
-    """Applies patches, applies them a second time on top, and undoes both. Adds a finding for a patch that was not
-    applied, for a second application that changed something, and for a namespace that is not restored.
-    """
+    """Applies patches twice, and undoes both; adds findings: patches not applied, and namespaces not restored."""
     modules = sorted({entry.module for entry in entries if entry.edits})
     if mode == "late":
         served = {importer for entry in entries if entry.stub for importer in entry.stub.importers}

@@ -77,7 +77,7 @@ def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
     first = runs.read(a)
     floor_run = None if floor is None else runs.read(floor)
     if floor_run is not None:
-        _check_floor(first, floor_run)  # before the distances, which take long
+        _check_floor(first, floor_run)
     b_distance = runs.distance(first, runs.read(b))
     floor_distance = None if floor_run is None else runs.distance(first, floor_run)
     return Comparison(first, b_distance, floor_distance)
@@ -133,9 +133,8 @@ def lines(comparison: Comparison) -> list[str]:
     text = [f"A and B are two different videos: {_words(other)}"] if other else []
     text += [f"A      {comparison.a.folder}", f"B      {comparison.b.run.folder}"]
     if comparison.floor is not None:
-        text.append(
-            f"floor  {comparison.floor.run.folder}: the job of A but for {_words(comparison.floor.differences)}"
-        )
+        changed = _words(comparison.floor.differences)
+        text.append(f"floor  {comparison.floor.run.folder}: the job of A but for {changed}")
     rows = [row for row in comparison.b.differences if row not in other]
     if rows:
         text += ["", "A and B differ:", *(f"  {row.words()}" for row in rows)]
@@ -162,7 +161,6 @@ def _frame_lines(comparison: Comparison) -> list[str]:
     for name, distance in zip(("B", "floor"), comparison.distances, strict=False):  # the floor may be absent
         frames = distance.frames
         psnr, worst_psnr = ("equal" if math.isinf(x) else f"{x:.2f}" for x in (frames.psnr, frames.worst_psnr))
-        # Frames under 11 x 11 pixels have no SSIM.
         ssim, worst_ssim = ("-" if x is None else f"{x:.5f}" for x in (frames.ssim, frames.worst_ssim))
         if worst_psnr != "equal":
             worst_psnr += f" (frame {frames.worst_psnr_frame})"

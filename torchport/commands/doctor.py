@@ -92,7 +92,8 @@ def _versions() -> list[Diagnosis]:
             findings.append(Diagnosis("note", name, fact))
         else:
             findings.append(Diagnosis("ok", name, version))
-    if "libtpu" in installed:  # its requirement has a marker, so it is listed here, and not compared
+    # The requirement of libtpu has a marker: its version is shown, and not compared.
+    if "libtpu" in installed:
         findings.append(Diagnosis("ok", "libtpu", installed["libtpu"]))
     return findings
 
@@ -193,15 +194,12 @@ def bad_combinations(environment: dict[str, str] | os._Environ[str], tpu_kinds: 
     fusion = xla_flags.nan_pair(environment)
     if fusion is not None:
         has_v6e = any("v6" in kind for kind in tpu_kinds)  # JAX's name for v6e is `TPU v6 lite`
-        fact = (
-            f"{fusion} together with {xla_flags.OVERLAP} turns sharded attention into NaN on v6e (jax issue 38741): "
-            "drop one of the two"
-        )
+        fact = f"{fusion} together with {xla_flags.OVERLAP} turns sharded attention into NaN on v6e (jax issue 38741)"
+        fact += ": drop one of the two"
         findings.append(Diagnosis("bad" if has_v6e else "note", "LIBTPU_INIT_ARGS", fact))
     if "\\" in flags:
-        findings.append(
-            Diagnosis("bad", "LIBTPU_INIT_ARGS", "libtpu stops reading at a backslash: write the flags on one line")
-        )
+        fact = "libtpu stops reading at a backslash: write the flags on one line"
+        findings.append(Diagnosis("bad", "LIBTPU_INIT_ARGS", fact))
     if environment.get("JAX_ENABLE_X64", "").lower() in ("1", "true"):
         findings.append(Diagnosis("note", "JAX_ENABLE_X64", "positions and masks become 64-bit: slower, not wrong"))
     if not findings:

@@ -112,10 +112,7 @@ def scan_section(id: str) -> str:
 
 
 def _group(kind: type[errors.TorchportError]) -> list[str]:
-    """Returns a paragraph that lists the errors of a group, or that names the group of an error.
-
-    The list is empty for an error outside of groups.
-    """
+    """Returns a paragraph that lists a group's errors, or that names an error's group; an empty list without either."""
     members = kind.__subclasses__()
     if members:
         listed = "\n".join(f"- {member.id} `{member.__name__}`: {_first_line(member)}" for member in members)

@@ -85,7 +85,7 @@ def answer(request: Request, flags: PlanFlags, line: str) -> terminal.Answer:
         raise BadValueError(f"--jobs {flags.jobs}", "There is one plan to make", "Add --sweep, or leave it out")
     from torchport.plan import plan_report, planning, sweep
 
-    bounded = flags.scores != "any"  # without the flag, too
+    bounded = flags.scores != "any"
     if flags.sweep:
         swept = sweep.sweep(request, flags.topology, flags.keep, bounded, flags.jobs)
         return terminal.Answer(sweep.data(swept), sweep.lines(swept))

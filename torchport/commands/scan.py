@@ -89,9 +89,8 @@ def text(report: ScanReport, everything: bool = False) -> str:
             lines += [f"{words}:", *guarded]
     if len(chosen) < len(report.findings):
         lines.append(f"{len(report.findings) - len(chosen)} that the entry does not lead to: add --all")
-    lines += [
-        f"{absent.package} is not installed here ({absent.file}:{absent.line}): {_ABSENT}" for absent in report.absent
-    ]
+    for absent in report.absent:
+        lines.append(f"{absent.package} is not installed here ({absent.file}:{absent.line}): {_ABSENT}")
     return "\n".join([*lines, report.count()])
 
 

@@ -173,10 +173,9 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
             report.try_entry(entry, "drift")
         checks.check_source(entry, loaded)
         if state == "unlocked":
-            command = (
-                f"torchport patches lock {entry.upstream} (with the --path and --upstream-path that are used here)"
-            )
-            text = f"'{entry.id}' has no row in the lock. Review it, then run: {command}."
+            command = f"torchport patches lock {entry.upstream}"
+            text = f"'{entry.id}' has no row in the lock. Review it, then run: {command}"
+            text += " (with the --path and --upstream-path that are used here)."
             try:
                 review = drift.review(entry, entries)
             except TargetError:  # its target cannot be read, so there is no row to review
@@ -419,9 +418,7 @@ def _unfilled_entry(entry: patch.Entry, tree: ast.Module | None) -> Iterator[Rep
 
 
 def _unwritten(tree: ast.Module) -> set[str]:
-    """Returns the names of a file's top-level functions and classes that are drafts, with a
-    `NotImplementedError("fill in ...")` in them.
-    """
+    """Returns the names of top-level functions and classes with a `NotImplementedError("fill in ...")`: drafts."""
     names = set()
     for definition in tree.body:
         if not isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

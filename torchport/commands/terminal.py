@@ -97,10 +97,7 @@ def _check_value(option: click.Parameter, value: str) -> None:
 
 
 def say(text: str | Iterable[str]) -> None:
-    """Prints a text, or a list of lines; control characters, which could steer the terminal, are escaped.
-
-    Line breaks in an item of a list, as from a file name, are escaped, too.
-    """
+    """Prints a text, or a list of lines. Control characters are escaped, and in a list also line breaks in an item."""
     lines = text if isinstance(text, str) else "\n".join(line.replace("\n", r"\n") for line in text)
     click.echo(_escaped_lines(lines))
 
@@ -233,7 +230,6 @@ def _run_with_output(command: click.Command) -> int:
 
 
 def _exit_code(command: click.Command) -> int:
-    """Runs a command, and returns its exit code; click's errors are raised."""
     try:
         return int(command.main(prog_name=command.name, standalone_mode=False) or 0)
     except SystemExit as stop:

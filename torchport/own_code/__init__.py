@@ -133,7 +133,8 @@ def applied(
     }
     unregister = atexit.unregister
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_on_path(folder))
+        if folder is not None:
+            stack.enter_context(_on_path(folder))
         stack.enter_context(_passed_on(arguments))
         ledger = stack.enter_context(patch.applied(entries))
         session = Session(pack, ledger, card, document, backend, choice)
@@ -169,12 +170,9 @@ def entries_of(pack: Pack, card: Card | None, patches: Sequence[str], backend: s
 
 
 @contextlib.contextmanager
-def _on_path(folder: Path | None) -> Iterator[None]:
-    """Puts a checkout first on `sys.path` while the context lasts; does nothing for None."""
+def _on_path(folder: Path) -> Iterator[None]:
+    """Puts a checkout first on `sys.path` while the context lasts."""
     # `checkout.on_path` would also restore the environment; here variables that the user's code sets must stay.
-    if folder is None:
-        yield
-        return
     entry = str(folder)
     sys.path.insert(0, entry)
     try:

@@ -119,9 +119,8 @@ def _rules(
     if session.card is None or session.document is None:
         if strategy is None:
             fact = "There is none for a mesh of several devices, and no model's card is in force"
-            remedy = (
-                "Name a shared one ('tp', 'ulysses', 'fsdp') or a model, `torchport.applied(\"...\")`, or pass rules"
-            )
+            model = '`torchport.applied("...")`'
+            remedy = f"Name a shared one ('tp', 'ulysses', 'fsdp') or a model, {model}, or pass rules"
             raise BadValueError(rules.PLACE, fact, remedy)
         shared = rules.of_shared(component or type(module).__name__, str(strategy))
         return dataclasses.replace(shared, extra=extra)

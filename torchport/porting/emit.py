@@ -39,13 +39,15 @@ class Outcome:
 
 
 def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -> tuple[list[str], int]:
-    """Drafts patches into a pack's folder. Returns the lines to print, and the exit code: 1 if findings are left."""
+    """Drafts patches into the pack's folder `out`, for the codebase at `path`; `paths` are the folders of `--path`.
+    Returns the lines to print, and the exit code: 1 if findings are left.
+    """
     root = _search_folder(path, report)
     outcome = Outcome()
     with on_path(root):
         packages = {finding.target.partition(":")[0].partition(".")[0] for finding in report.findings} - {""}
-        pack = home.home(out, [path, *folders_of(sorted(packages))], "--emit")
-        for request, findings in list(_wishes(report.unpatched(), outcome)):
+        pack = home.home(out, [path, *folders_of(sorted(packages))], flag="--emit")
+        for request, findings in _wishes(report.unpatched(), outcome):
             _write(request, findings, pack, outcome)
     return list(_lines(report, outcome, out, root, paths)), int(bool(outcome.left))
 
@@ -57,7 +59,7 @@ def _search_folder(path: Path, report: ScanReport) -> Path:
         names = finding.target.partition(":")[0].split(".")
         file = Path(os.path.realpath(finding.file)).with_suffix("")
         file = file.parent if file.name == "__init__" else file
-        # `src/pkg/m.py` and `pkg.m`: the file lies where its module's name says.
+        # `src/pkg/m.py` and `pkg.m`: the file lies where its module's name says, so `src/` is counted.
         if finding.reach == report.wanted and list(file.parts[-len(names) :]) == names:
             starts[file.parents[len(names) - 1]] += 1
     if starts:
@@ -96,14 +98,17 @@ def _wishes_in_functions(
 
     Args:
         functions: The findings that ask for a replacement, by target.
-        statements: The findings that ask for a rewrite. One in a replaced function, or that calls one, needs no patch.
+        statements: The findings that ask for a rewrite. A statement needs no patch of its own if it lies in a replaced
+            function or calls a replaced function.
     """
-    replaced = {target.replace(":", "."): target for target in functions}  # `pkg.m.f`, as in `ScanFinding.uses`
-    replaced |= {target: target for target in functions}
-    # The replaced function that takes care of a statement, or None.
-    covering = {statement: replaced.get(statement.target) or replaced.get(statement.uses) for statement in statements}
+    by_name = {target.replace(":", "."): target for target in functions}  # `pkg.m.f`, as in `ScanFinding.uses`
+    # For each statement, the replaced function that takes care of it; None if it is to be rewritten.
+    covering: dict[ScanFinding, str | None] = {}
+    for statement in statements:
+        covering[statement] = statement.target if statement.target in functions else by_name.get(statement.uses)
     rewritten = [statement for statement in statements if covering[statement] is None]
     targets = dict.fromkeys([*functions, *(finding.target for finding in rewritten)])
+    # How many targets of a package have the same path, such as `Block.forward` in two modules.
     paths = Counter((target.partition(".")[0], target.partition(":")[2]) for target in targets)
     files = _file_names(targets)
     for target, findings in functions.items():
@@ -118,8 +123,8 @@ def _wishes_in_functions(
 
 
 def _file_names(targets: Iterable[str]) -> dict[str, str | None]:
-    """Returns the file name of each target's draft: None for the last name of its module, which is the default. Where
-    two modules have the same last name, more of it: `models_attention` for `pkg.models.attention:Block`.
+    """Returns the file name of each target's draft: None for the default, the last name of the target's module. Where
+    two modules have the same last name, it has more names: `models_attention` for `pkg.models.attention:Block`.
     """
     modules = {target: target.partition(":")[0] for target in targets}
     last_names = Counter(module.rpartition(".")[2] for module in set(modules.values()))
@@ -138,18 +143,18 @@ def _write(request: PatchDraftRequest, findings: Sequence[ScanFinding], home: Ho
     except (TakenNameError, ConflictError) as error:
         entries = draft.drafted_entries(home, request.package)
         ids = [entry.id for entry in entries if _does_the_work(entry, request, error)]
-        new = {entry.id for entry in outcome.written}
-        if ids and not set(ids) <= new:  # an entry was in the pack before this command
-            outcome.there += [id for id in ids if id not in outcome.there]
-        elif not ids:
+        new = {drafted.id for drafted in outcome.written}
+        if not ids:
             outcome.left += [(finding, error.fact) for finding in findings]
+        elif not set(ids) <= new:  # an entry was in the pack before this command
+            outcome.there += [id for id in ids if id not in outcome.there]
     except (PatchError, ConfigError) as error:
         outcome.left += [(finding, error.fact) for finding in findings]
 
 
 def _does_the_work(entry: Entry, request: PatchDraftRequest, error: TakenNameError | ConflictError) -> bool:
     """Returns whether an entry of the pack is named by the error of a draft, and does the draft's work already."""
-    named = {getattr(error, "patch", ""), *getattr(error, "patches", ())}
+    named = {getattr(error, "patch", ""), *getattr(error, "patches", ())}  # ids: `patches` of a ConflictError
     if entry.id not in named:
         return False
     if entry.stub is not None:

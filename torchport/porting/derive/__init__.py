@@ -102,12 +102,12 @@ def derived_card(model: str, name: str | None = None) -> tuple[str, str, str]:
             cls = pipeline_class(model)
             trial = PipelineTrial(cls, Configurations(parts_of(cls, place)), place, image_argument(cls))
             observed = trial.observed()
-            trial.answers = not takes_embeddings(trial, observed)
+            trial.answers = not takes_embeddings(trial, observed)  # then each run calls `encode_prompt` in the pipeline
             data = card_of(trial, observed, name or model)
         except refusals() as error:
             line = line_of(error)
-            if not line:
-                raise  # a mistake of ours
+            if not line:  # no line of upstream raised it: the mistake is ours
+                raise
             fact = f"It stops at {line}: {brief(error)}"
             raise BadValueError(place, fact, "Write a card for it: docs/cards.md") from error
     demo = job_of(data, observed, cls)
@@ -167,9 +167,11 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
         "components": {},
     }
     for name, part in parts.items():
-        dtype = "float32" if name in sound else {"network": "bfloat16", "encoder": "bfloat16"}.get(part.kind)
-        fields = {"dtype": dtype} if dtype else {}
-        fields = {"dtype": "float32", "precision": "high"} if name == "vae" else fields
+        fields = {"dtype": "bfloat16"} if part.kind in ("network", "encoder") else {}
+        if name in sound:
+            fields = {"dtype": "float32"}
+        if name == "vae":
+            fields = {"dtype": "float32", "precision": "high"}
         card["components"][name] = {"class": part.class_path, **fields}
     stacks = observed.stacks.get(network)
     if stacks:
@@ -226,8 +228,8 @@ def _roles(trial: PipelineTrial, observed: Observed) -> dict[str, list[str]]:
     """
     cls = trial.cls
     parts = trial.configurations.parts
+    # What is called after the first step and before the last belongs to the loop; an encoder there is refused below.
     called = dict.fromkeys(call.network for call in observed.calls if 0 < call.step < STEPS)
-    # An encoder in the loop is refused below.
     networks = [name for name in called if parts[name].kind == "network" and name != "vae"]
     classes = [parts[name].cls for name in networks]
     # A second network of the same class may take the first steps: it is no part that runs before the loop.
@@ -270,13 +272,12 @@ def job_of(card: Mapping[str, Any], observed: Observed, cls: Any) -> dict[str, A
     # Both prompts of guidance go through the network as a batch of 2, which is split over two devices.
     is_batch = bool(card["call"].get("conditions")) or bool(tensors and tensors[0].shape[0] == 2)
     dtypes = {name: "float32" for name, component in card["components"].items() if "dtype" in component}
-    frame_rate = _frame_rate(cls, card, 8)
     guided = card["call"].get("guider") or "guidance_scale" in card["call"]["settings"].values()
     return {
         "height": observed.size[0],
         "width": observed.size[1],
         "frames": observed.frames,
-        "fps": frame_rate,
+        "fps": _frame_rate(cls, card, usual=8),
         "steps": 4,
         "guidance_scale": 3.0 if guided else 1.0,
         "machine": "cpu:8",
@@ -304,14 +305,14 @@ def published_job_of(card: Mapping[str, Any], demo: Mapping[str, Any], cls: Any)
     job["steps"] = taken_steps(cls, job["steps"], {})
     job |= {field: job[field] // unit * unit for field in ("height", "width")}
     rate = re.search(r"export_to_video\(.*\bfps=(\d+)", inspect.getsource(inspect.getmodule(cls) or cls))
-    job |= {"fps": _frame_rate(cls, card, int(rate[1]) if rate else 8)}
+    job |= {"fps": _frame_rate(cls, card, usual=int(rate[1]) if rate else 8)}
     job |= {"machine": "v6e:2x4", "strategy": "fsdp", "checkpoint": card["checkpoint"], "encode": "devices"}
     del job["dtypes"]
     return job
 
 
 def _frame_rate(cls: Any, card: Mapping[str, Any], usual: int) -> int:
-    """Returns the default of the argument that takes the frames a second; `usual` if there is none, or no number."""
+    """Returns the default of a pipeline's argument for frames per second; `usual` if it has no such number."""
     names = [name for name, field in card["call"]["settings"].items() if field == "frame_rate"]
     default = inspect.signature(cls.__call__).parameters[names[0]].default if names else None
     return round(default) if isinstance(default, int | float) else usual
@@ -325,12 +326,14 @@ def _encoding(trial: PipelineTrial, observed: Observed, network: str, before: Se
     if not observed.encodings:
         fact = f"'{cls.__name__}' does not call 'encode_prompt'"
         raise BadValueError(trial.place, fact, OTHER_LOOP)
-    known, takes = inspect.signature(cls.encode_prompt).parameters, inspect.signature(cls.__call__).parameters
+    known = inspect.signature(cls.encode_prompt).parameters
+    takes = inspect.signature(cls.__call__).parameters
     encode = {}
-    for name, value in {} if trial.answers else observed.encoding.items():
-        is_argument = name in known and name not in (*_PASSED, "kwargs")
-        if is_argument and value is not None and value != known[name].default:
-            encode[name] = value
+    if not trial.answers:  # else the pipeline itself calls `encode_prompt`
+        for name, value in observed.encoding.items():
+            is_argument = name in known and name not in (*_PASSED, "kwargs")
+            if is_argument and value is not None and value != known[name].default:
+                encode[name] = value
     names = embedding_names(cls)
     embeddings: dict[str, Any] = {}
     dtypes: dict[str, str] = {}
@@ -339,8 +342,10 @@ def _encoding(trial: PipelineTrial, observed: Observed, network: str, before: Se
         if (name not in takes and not trial.answers) or value is None:
             embeddings[name] = None
             continue
-        longer, is_list = observed.longer[number], isinstance(value, list) and len(value) == 1
-        value, longer = (value[0], longer[0]) if is_list else (value, longer)
+        longer = observed.longer[number]
+        is_list = isinstance(value, list) and len(value) == 1
+        if is_list:
+            value, longer = value[0], longer[0]
         if not isinstance(value, torch.Tensor):
             fact = f"'{cls.__name__}.encode_prompt' returns a {type(value).__name__} as '{name}', and no tensor"
             raise BadValueError(trial.place, fact, OTHER_LOOP)
@@ -358,16 +363,17 @@ def _encoding(trial: PipelineTrial, observed: Observed, network: str, before: Se
         raise BadValueError(trial.place, fact, OTHER_LOOP)
     result: dict[str, Any] = {"encode": encode} if encode else {}
     result |= {"embeddings": embeddings} | ({"dtypes": dtypes} if dtypes else {})
+    takes_negatives = all(f"negative_{name}" in takes for name in embeddings if embeddings[name])
     # The negative prompt has a call of `encode_prompt` of its own.
-    is_apart = bool(observed.negative) and (
-        trial.answers or all(f"negative_{name}" in takes for name in embeddings if embeddings[name])
-    )
-    return result | ({"negative_apart": True} if is_apart else {})
+    if observed.negative and (trial.answers or takes_negatives):
+        result["negative_apart"] = True
+    return result
 
 
 def takes_embeddings(trial: PipelineTrial, observed: Observed) -> bool:
     """Returns whether a pipeline can be called with embeddings in place of prompts: its output is the same, and a card
-    can say all arguments of `encode_prompt`. Raises if its output differs even where `encode_prompt` returns them.
+    can say all arguments of `encode_prompt`. If not, a call with prompts is tried, where `encode_prompt` returns these
+    embeddings; raises if the output differs then, too.
     """
     if not observed.encodings:
         return True  # `_encoding` refuses its card
@@ -397,7 +403,8 @@ def _size(trial: PipelineTrial, networks: Sequence[str], name: str, dim: int, si
         return size
     configurations, likely = trial.configurations, re.compile(r"text|caption|cap_|joint|cross|pooled|encoder")
     for network in dict.fromkeys(networks):
-        current, owner = configurations.all_values(network), "" if network == networks[0] else f"{network}."
+        current = configurations.all_values(network)
+        owner = "" if network == networks[0] else f"{network}."  # a card leaves out the name of the loop's network
         # First the arguments that a trial has set: it set them to the widths of text encoders.
         keys = dict.fromkeys([*configurations.mended.get(network, []), *filter(likely.search, current)])
         numbers = {f"{owner}{key}": current[key] for key in keys if type(current.get(key)) is int}
@@ -413,7 +420,7 @@ def _conditions(embeddings: Mapping[str, Any], calls: Sequence[LoopCall], observ
     {"encoder_hidden_states": ["negative_prompt_embeds", "prompt_embeds"]}}`. Empty if an input is no embedding.
     """
     first = [call for call in calls if call.step == 0]
-    # Prompts of two lengths make no batch.
+    # The two calls are to become a batch: embeddings whose lengths follow their prompts cannot.
     if len(first) != 2 or any(TOKENS in str(shape) for shape in embeddings.values()):
         return {}
     values = dict(zip(embeddings, observed.embeddings, strict=True))
@@ -453,9 +460,7 @@ def _asks(trial: PipelineTrial, observed: Observed, encoders: Sequence[str]) -> 
 
 
 def _rate(trial: PipelineTrial, sound: Sequence[str]) -> str:
-    """Returns the component and argument with the samples per second of sound, such as `vocoder.output_sampling_rate`,
-    from the last component that has such an argument.
-    """
+    """Returns the last component's argument for sound's samples per second, such as `vocoder.sampling_rate`."""
     for name in reversed(sound):
         known = trial.configurations.all_values(name)
         for key in ("output_sampling_rate", "sampling_rate", "sample_rate"):

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import itertools
 import re
 import types
 import typing
@@ -25,11 +26,11 @@ from torchport.source.bindings import STARRED
 Kind = Literal["network", "encoder", "tokenizer", "scheduler", "other"]
 
 HEADS, HEAD_SIZE = 8, 24
-"""Of a tiny network. 8 heads divide over 8 devices; 24 dims of a head divide into three rotary axes."""
+"""The heads of a tiny network, which divide over 8 devices, and their dims, which divide into three rotary axes."""
 _WIDTHS = (96, 80, 112)
 """Widths of tiny text encoders. No other number of a tiny network is one of them: a trial tells them apart."""
 LARGEST = 100_000_000
-"""Parameters of a component that a trial still builds."""
+"""The most parameters that a component of a trial may have."""
 _STAND_FOR = {
     "PreTrainedModel": "transformers:Qwen3Model",
     "PreTrainedTokenizerBase": "transformers:GemmaTokenizer",
@@ -37,7 +38,7 @@ _STAND_FOR = {
     "KarrasDiffusionSchedulers": "diffusers:EulerDiscreteScheduler",
     "SchedulerMixin": "diffusers:FlowMatchEulerDiscreteScheduler",
 }
-"""Annotations that are no class to build, with the class that upstream's published pipelines have."""
+"""By the name of a base class that pipelines annotate a component with, the class that is built for it."""
 _NEEDED_PARTS = ("transformer", "unet", "text_encoder", "tokenizer", "vae")
 """Components that a run is not without, though a pipeline's constructor may be."""
 
@@ -85,9 +86,9 @@ _DISTRIBUTIONS = {"onnx": "onnxruntime", "opencv": "opencv-python"}
 
 
 def _check_packages(cls: Any, what: str, place: str) -> None:
-    needed = list(getattr(cls, "_backends", ()))  # of the class in place of a class that cannot be imported
-    # A processor of transformers lists its parts.
-    if not needed and "video_processor" in getattr(cls, "get_attributes", list)():
+    # Where a package is absent, upstream has a stand-in for the class, with the packages that it needs in `_backends`.
+    needed = list(getattr(cls, "_backends", ()))
+    if not needed and hasattr(cls, "get_attributes") and "video_processor" in cls.get_attributes():  # of transformers
         needed = ["torchvision"]
     absent = [package for package in needed if importlib.util.find_spec(package) is None]
     if absent:
@@ -168,9 +169,10 @@ def _alternatives(hint: Any) -> Sequence[Any]:
 
 def _class_to_build(cls: Any) -> Any:
     """Returns the class to build where a pipeline names `cls`, which may only be a base such as `T5PreTrainedModel`."""
-    base = cls.__name__.removesuffix("PreTrainedModel")  # the base class of T5's models is no model
-    path = _STAND_FOR.get(cls.__name__, cls.__name__ if base == cls.__name__ else f"transformers:{base}Model")
-    if ":" not in path:
+    path = _STAND_FOR.get(cls.__name__)
+    if path is None and cls.__name__.endswith("PreTrainedModel"):
+        path = f"transformers:{cls.__name__.removesuffix('PreTrainedModel')}Model"
+    if path is None:
         return cls
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
@@ -189,7 +191,7 @@ def _kind(cls: Any) -> Kind:
 
 def _small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
     """Returns tiny arguments, chosen by their names, for each component with weights; a trial shows if they agree."""
-    widths = iter(_WIDTHS * len(parts))
+    widths = itertools.cycle(_WIDTHS)
     result: dict[str, dict[str, Any]] = {}
     for part in parts:
         if part.kind == "encoder":
@@ -198,7 +200,7 @@ def _small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
             result[part.name] = _network_arguments(part.cls)
     pooled = result.get("text_encoder_2", {}).get("projection_dim")
     for values in result.values():
-        if pooled and "addition_embed_type_num_heads" in values:  # it takes six sizes of the picture, and pooled text
+        if pooled and "addition_embed_type_num_heads" in values:  # it embeds six sizes of the picture, and pooled text
             numbers = {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 6 * 8 + pooled}
             values |= {"addition_embed_type": "text_time", **numbers}
     return result
@@ -226,14 +228,14 @@ _NEEDED = {
     "spatial_compression_ratio": 8,
     "sample_size": 16,
 }
-"""Small numbers of arguments whose class says none."""
+"""Small numbers for arguments without a default."""
 _SIDE = 64
-"""Pixels of a side of what a network makes that says its size itself."""
+"""Pixels of a side of the output, for networks with an argument for that."""
 
 
 def _network_arguments(cls: Any) -> dict[str, Any]:
     """Returns tiny arguments for a network of diffusers: heads, widths, rotary dims, channels and levels."""
-    known = {argument.name: argument.default for argument in arguments(cls)}
+    known = {argument.name: argument.default for argument in arguments(cls)}  # None, too, for one without a default
     values, lacking = tiny_arguments(arguments(cls))
     heads = [name for name, value in known.items() if type(value) is int and _HEAD_COUNT.fullmatch(name)]
     values |= dict.fromkeys(heads, HEADS)
@@ -249,37 +251,37 @@ def _network_arguments(cls: Any) -> dict[str, Any]:
     has_size = any(_HEAD_SIZE_NAME.fullmatch(name) for name in known)
     if rotary and not has_size and (heads or not any("head" in name for name in known)):  # heads share its width
         values |= {name: HEADS * HEAD_SIZE for name in known if name in ("dim", "model_dim", "hidden_size")}
-    optional = ["sample_size", *(["patch_size"] if heads else [])]
-    absent = {*lacking, *(name for name in optional if known.get(name, 0) is None)}
-    values |= {name: number for name, number in _NEEDED.items() if name in absent}
-    if known.get("in_channels", 0) is None:  # colours of a VAE; a trial makes others what the latents have
+    empty = {name for name, default in known.items() if default is None}
+    optional = {"sample_size", "patch_size"} if heads else {"sample_size"}
+    values |= {name: number for name, number in _NEEDED.items() if name in lacking or name in optional & empty}
+    if "in_channels" in empty:  # colours of a VAE; a trial makes others what the latents have
         channels = 3 if "latent_channels" in known else 16
-        values |= {name: channels for name in ("in_channels", "out_channels") if known.get(name, 0) is None}
+        values |= {name: channels for name in ("in_channels", "out_channels") if name in empty}
     if type(known.get("target_size")) is int:
         values |= {"target_size": _SIDE}
     for name, value in known.items():  # lists of the layers that have some part, by number
         if name.endswith("_layers") and isinstance(value, list | tuple) and value and value[0] == 0:
             values[name] = [0, 1]
     values |= _four_levels(known) | _compression_ratios(known)
-    for name, number in (("shift_factor", 0.125), ("scaling_factor", 0.5)):  # pipelines compute latents with them
-        if known.get(name, 0) is None:
-            values |= {name: number}
+    factors = {"shift_factor": 0.125, "scaling_factor": 0.5}  # pipelines compute latents with them
+    values |= {name: number for name, number in factors.items() if name in empty}
     return values
 
 
 def _compression_ratios(known: Mapping[str, Any]) -> dict[str, int]:
-    """Returns by how much a VAE compresses space and time, by the kinds of its levels, where its class's defaults are
-    None. Levels that halve space twice and time once, with patches of 2 and 1, give `{"spatial_compression_ratio": 8,
-    "temporal_compression_ratio": 2}`.
+    """Returns by how much a VAE compresses space and time, where its class's defaults are None: its patches times 2 for
+    each level that halves the dim. Levels that halve space twice and time once, with patches of 2 and 1, give
+    `{"spatial_compression_ratio": 8, "temporal_compression_ratio": 2}`.
     """
     kinds = known.get("downsample_type", ())
+    if not kinds or not set(kinds) <= {"spatial", "temporal", "spatiotemporal"}:
+        return {}
     result = {}
-    is_known = kinds and set(kinds) <= {"spatial", "temporal", "spatiotemporal"}
-    for dim, patch in (("spatial", "patch_size"), ("temporal", "patch_size_t")) if is_known else ():
-        if known.get(f"{dim}_compression_ratio", 0) is None:
-            result[f"{dim}_compression_ratio"] = known[patch] * 2 ** sum(
-                kind in (dim, "spatiotemporal") for kind in kinds
-            )
+    for dim, patch in (("spatial", "patch_size"), ("temporal", "patch_size_t")):
+        name = f"{dim}_compression_ratio"
+        if name in known and known[name] is None:
+            halvings = sum(kind in (dim, "spatiotemporal") for kind in kinds)
+            result[name] = known[patch] * 2**halvings
     return result
 
 
@@ -288,12 +290,7 @@ def _four_levels(known: Mapping[str, Any]) -> dict[str, Any]:
     lists = {name: value for name, value in known.items() if name.endswith(("_block_types", "_out_channels"))}
     if not lists or any(not isinstance(value, tuple | list) or len(value) != 1 for value in lists.values()):
         return {}
-    levels = {}
-    for name, value in lists.items():
-        levels[name] = list(value) * 4
-        if name.endswith("channels"):
-            levels[name] = [32] * 4
-    return levels
+    return {name: [32] * 4 if name.endswith("channels") else list(value) * 4 for name, value in lists.items()}
 
 
 def _encoder_arguments(cls: Any, width: int) -> dict[str, Any]:
@@ -309,7 +306,9 @@ def _encoder_arguments(cls: Any, width: int) -> dict[str, Any]:
 
 
 def _rotary_axes(config: Any, width: int) -> dict[str, Any]:
-    """Returns how the rotary axes of a vision model share a head's dims, as `rope_parameters`; empty without axes."""
+    """Returns how the rotary axes of a vision model share a head's dims, as `rope_parameters`; empty without axes.
+    Encoders have 4 heads of `width // 4` dims, and rotary sections count pairs of dims.
+    """
     if "mrope_section" not in getattr(config, "ignore_keys_at_rope_validation", ()):
         return {}
     return {"rope_parameters": {**(config().rope_parameters or {}), "mrope_section": shares([2, 3, 3], width // 8)}}
@@ -341,8 +340,8 @@ def _tokenizer_of(cls: Any, *, is_long: bool) -> TinyTokenizer | None:
         if tiny.is_processor(cls):
             tiny.processor(cls, blank)
     except refusals() as error:
-        at = f" ({line})" if (line := line_of(error)) else ""
-        fact = f"A {cls.__name__} cannot be made without files: {brief(error)}{at}"
+        line = line_of(error)
+        fact = f"A {cls.__name__} cannot be made without files: {brief(error)}{f' ({line})' if line else ''}"
         raise BadValueError("tiny.tokenizers", fact, "Write a card for it: docs/cards.md") from error
     if not hasattr(blank, "_tokenizer"):
         return None
@@ -359,9 +358,9 @@ TEMPLATE = (
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endif %}"
     "{% endfor %}"
 )
-"""A chat's template of tiny tokenizers, for pipelines that ask for one."""
+"""The chat template of tiny tokenizers, for pipelines that apply a chat template."""
 LONGEST = 256
-"""Tokens of tiny tokenizers, for pipelines that ask for a length; most tokenizers have none."""
+"""The `model_max_length` of tiny tokenizers, for pipelines that read it; most tiny tokenizers have none."""
 
 
 class Configurations:

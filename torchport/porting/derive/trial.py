@@ -29,13 +29,13 @@ from torchport.stages.replay import OTHER_LOOP, Loop
 from torchport.stages.upstream_pipeline import asked_steps
 
 STEPS = 2
-"""Of a trial."""
+"""The denoising steps of a trial."""
 NEGATIVE = "bad"
 """The negative prompt of a trial."""
 LAYERS = 40
-"""Of a tiny text encoder whose hidden states a pipeline picks by numbers."""
+"""Layers of a tiny text encoder, where a pipeline takes hidden states by their numbers, such as the 30th."""
 PATIENCE = 120.0
-"""Seconds after which no further numbers are tried."""
+"""Seconds after which no further change of arguments is tried."""
 ARGUMENTS = {
     "frames": ("num_frames", "frames", "video_length"),
     "frame_rate": ("frame_rate", "fps"),
@@ -44,9 +44,9 @@ ARGUMENTS = {
     "width": ("width",),
     "area": ("max_area",),
 }
-"""By field of a job, the names that pipelines have for the argument which takes it."""
+"""By field of a job, the names that pipelines give the argument for it."""
 IMAGES = ("image", "control_image", "video", "control_video")
-"""Names that pipelines have for the argument which takes an image, or a video as a list of frames."""
+"""Names that pipelines give the argument for an image, or for a video as a list of frames."""
 _SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
 _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 
@@ -67,11 +67,11 @@ class Observed:
     unit: int = 16  #: Pixels that height and width are multiples of.
     size: tuple[int, int] = (32, 64)  #: Height and width.
     frames: int = 1  #: Frames that were asked for.
-    encoding: dict[str, Any] = dataclasses.field(default_factory=dict)  #: What `encode_prompt` was called with.
-    embeddings: list[Any] = dataclasses.field(default_factory=list)  #: What it returned.
-    longer: list[Any] = dataclasses.field(default_factory=list)  #: What it returned of longer prompts.
-    encodings: int = 0  #: How often it was called.
-    #: What a second call returned, of the negative prompt.
+    encoding: dict[str, Any] = dataclasses.field(default_factory=dict)  #: The arguments of `encode_prompt`.
+    embeddings: list[Any] = dataclasses.field(default_factory=list)  #: The results of `encode_prompt`.
+    longer: list[Any] = dataclasses.field(default_factory=list)  #: Its results for longer prompts.
+    encodings: int = 0  #: How often the pipeline called it.
+    #: Its results for the negative prompt, if the pipeline calls it a second time for that.
     negative: list[Any] = dataclasses.field(default_factory=list)
     calls: list[LoopCall] = dataclasses.field(default_factory=list)
     #: By network, the lists of blocks that feed one another, as a card's `stacks` says it.
@@ -79,14 +79,14 @@ class Observed:
     steps: int = 0  #: Calls of the scheduler's `step`.
     latents: int = 1  #: How many latents go through the loop, each with a copy of the scheduler.
     before: dict[str, None] = dataclasses.field(default_factory=dict)  #: Components called before step 1 is over.
-    #: Whether it does more with what its VAE decoded than to post-process that, or one frame of it.
+    #: Whether the pipeline changes the VAE's output before it is post-processed. Taking a frame of it is no change.
     changes_decoded: bool = False
     after: dict[str, None] = dataclasses.field(default_factory=dict)  #: Components called after the last step.
     tokenizers: dict[str, Any] = dataclasses.field(default_factory=dict)  #: As the pipeline left them.
     is_encoding: bool = False  #: Whether `encode_prompt` runs.
-    outputs: list[Any] = dataclasses.field(default_factory=list)  #: What the pipeline returned, of each latents.
-    finished: int = 0  #: Modules' calls that returned: how far the trial came.
-    line: int = 0  #: Of the pipeline's call, where it stopped.
+    outputs: list[Any] = dataclasses.field(default_factory=list)  #: What the pipeline returned for each latents.
+    finished: int = 0  #: How many calls of modules have returned: how far the trial came.
+    line: int = 0  #: The line of the pipeline's `__call__` at which it stopped.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,22 +94,21 @@ class Stop:
     """Where a trial stopped."""
 
     error: Exception
-    component: str | None  #: The component whose module raised, if one did.
-    module: str = ""  #: Its name in the component.
-    wanted: tuple[str, int] | None = None  #: An attribute of the module, and the size that its input has.
+    component: str | None  #: The component whose module raised; None if the pipeline's own code did.
+    module: str = ""  #: The name of this module in the component.
+    #: The attribute of the module that does not fit its input, and the size that would: `("in_features", 96)`.
+    wanted: tuple[str, int] | None = None
 
 
 @dataclasses.dataclass
 class PipelineTrial:
-    """Trials of one pipeline."""
-
     cls: Any
     configurations: Configurations
     place: str
     image: str | None = None  #: The pipeline's argument that takes an image; None for one that takes none.
     unit: int | None = None  #: Pixels that height and width are multiples of; None before a trial.
-    answers: bool = False  #: Whether `encode_prompt` is called in the pipeline's call, as a card has it.
-    longest: float = 0.0  #: Seconds that a trial took.
+    answers: bool = False  #: Whether a run calls `encode_prompt` inside the pipeline: a card's field `answers`.
+    longest: float = 0.0  #: Seconds of the longest trial so far.
 
     @property
     def edits(self) -> bool:
@@ -117,8 +116,8 @@ class PipelineTrial:
         return self.image is not None and self.image.endswith("video")
 
     def observed(self) -> Observed:
-        """Returns what the pipeline did in the first trial that came to its end. Each stop before is mended by other
-        numbers in `configurations`; raises at a stop that no numbers mend.
+        """Tries the pipeline until a trial comes to its end, and returns what it did then. After each trial that stops,
+        `configurations` is changed so that the next comes further; raises at a stop that no change mends.
         """
         end = time.monotonic() + PATIENCE
         observed, stop = self._tried()
@@ -146,12 +145,14 @@ class PipelineTrial:
             pipe = self.cls(**parts, **absent_parts(self.cls))
             pipe.set_progress_bar_config(disable=True)
             arguments = self._arguments(pipe, Observed())
-            _LatentsAtLast(pipe.scheduler, arguments, observed)
-            texts = dict.fromkeys(arguments.keys() & {"prompt", "negative_prompt"})
+            _LatentsAtLast(pipe.scheduler, arguments, observed)  # replaces the scheduler's `step`
+            names = arguments.keys() & {"prompt", "negative_prompt"}
+            texts: dict[str, str | None] = dict.fromkeys(names)  # None: the embeddings take their place
             if embeddings is None:
                 calls = [tuple(values) for values in (observed.embeddings, observed.negative) if values]
                 pipe.encode_prompt = EncodePrompt(pipe.encode_prompt, self.place, calls)
-                texts, embeddings = dict.fromkeys(texts, "any"), {}
+                texts = dict.fromkeys(names, "any")
+                embeddings = {}
             with reading(
                 BadValueError, self.place, f"'{self.cls.__name__}' does not take its own embeddings", OTHER_LOOP
             ):
@@ -191,7 +192,7 @@ class PipelineTrial:
         """Makes the change that the error's text asks for; returns whether it asks for one that was not made before."""
         text = str(stop.error)
         divisor = re.search(r"divisible by\D*(\d+)", text)
-        if divisor and int(divisor[1]) % (self.unit or 1 << 30):  # else this unit was tried
+        if divisor and (self.unit is None or int(divisor[1]) % self.unit):  # else this unit was tried
             self.unit = math.lcm(int(divisor[1]), self.unit or 1)
             return True
         if "chat_template" in text and self.configurations.give("chat_template", TEMPLATE):
@@ -226,10 +227,10 @@ class PipelineTrial:
         return None
 
     def _mended_by_arguments(self, stop: Stop, before: Observed, end: float) -> tuple[Observed, Stop | None] | None:
-        """Returns the next trial that comes further with other arguments of a component; see `_mended`."""
+        """Returns the next trial that comes further with other arguments of a component; None if none does in time."""
         values = self.configurations.values
         for name, changes in self._proposals(stop):
-            if time.monotonic() + self.longest > end:
+            if time.monotonic() + self.longest > end:  # it would end too late, by `time.monotonic`
                 return None
             kept_values = dict(values.get(name, {}))
             values.setdefault(name, {}).update(changes)
@@ -290,6 +291,7 @@ class PipelineTrial:
         for name, value in values.items():
             if type(value) is not int:
                 continue
+            # The argument may be the size, or in proportion to it, such as a number of heads.
             for proposal in dict.fromkeys((size, value * size // current if current else size)):
                 if proposal in (value, 0):
                     continue
@@ -314,8 +316,8 @@ class PipelineTrial:
                     yield from ((component, {name: size}) for size in others)
                     yield from ((component, {name: value * value // size}) for size in others if size < value)
                 elif value is None and re.search(r"channels|_dim$", name):
-                    shares_of = [small * small // large for small in sizes for large in sizes if small < large]
-                    yield from ((component, {name: size}) for size in dict.fromkeys([*others, *shares_of]))
+                    scaled = [small * small // large for small in sizes for large in sizes if small < large]
+                    yield from ((component, {name: size}) for size in dict.fromkeys([*others, *scaled]))
 
     def _variants(self, component: str) -> Iterator[dict[str, Any]]:
         """Yields changes of a single argument to try: a switch turned, another head size, another component's width."""
@@ -334,6 +336,7 @@ class PipelineTrial:
                 yield from ({name: size} for size in sorted(sizes) if size != value)
 
     def _widths(self) -> set[int]:
+        """Returns the widths of the text encoders, and their sum: pipelines concatenate embeddings."""
         values = self.configurations.values
         parts = self.configurations.parts
         encoders = [values[name] for name in values if parts[name].kind == "encoder"]
@@ -342,7 +345,7 @@ class PipelineTrial:
         return {*widths, sum(widths)}
 
     def _tried(self) -> tuple[Observed, Stop | None]:
-        """Runs the pipeline once, as `_run`, and notes the time in `longest`."""
+        """Runs the pipeline once with `_run`, and notes the time in `longest`."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of upstream's, about numbers that nobody will run with
             began = time.monotonic()
@@ -353,7 +356,7 @@ class PipelineTrial:
     def _run(self) -> tuple[Observed, Stop | None]:
         """Runs the pipeline once with tiny weights. Returns what it did, and where it stopped, or None at its end."""
         observed = Observed()
-        running: list[tuple[str, str, torch.nn.Module, tuple[Any, ...]]] = []
+        running: list[tuple[str, str, torch.nn.Module, tuple[Any, ...]]] = []  # as in `_watched`
         kinds: tuple[type[Exception], ...] = (*refusals(), NameError, StopIteration)
         component: str | None = None
         try:
@@ -363,7 +366,7 @@ class PipelineTrial:
                 if component in self.configurations.tokenizers:
                     observed.tokenizers |= {component: built}
                 observed.finished += 1
-            component = None  # an error from here on is of the pipeline, or of the module that runs
+            component = None  # from here on an error is the pipeline's, or that of a module in `running`
             pipe = self.cls(**parts, **absent_parts(self.cls))
             observed.finished += 1
             pipe.set_progress_bar_config(disable=True)
@@ -376,12 +379,12 @@ class PipelineTrial:
             if isinstance(output, torch.Tensor) and not any(size):  # the pipeline chooses its size
                 observed.size = (output.shape[-2], output.shape[-1])
                 observed.unit = math.gcd(observed.unit, *observed.size)
-            elif isinstance(output, torch.Tensor):
+            elif isinstance(output, torch.Tensor):  # [batch, frames, 3, height, width], or an image without frames
                 asked = [*([observed.frames] if output.ndim == 5 else []), 3, *size]
                 if list(output.shape[1:]) != asked:
                     raise ValueError(f"It makes {list(output.shape[1:])} where {asked} was asked for")
         except BaseException as error:
-            if not isinstance(error, kinds) and type(error) is not Exception:  # `tokenizers` raises this class itself
+            if not isinstance(error, kinds) and type(error) is not Exception:  # `tokenizers` raises a bare Exception
                 raise
             frames = traceback.extract_tb(error.__traceback__)
             observed.line = next((frame.lineno or 0 for frame in frames if frame.name == "__call__"), 0)
@@ -396,7 +399,7 @@ class PipelineTrial:
         parameters = inspect.signature(pipe.__call__).parameters
         spatial = next((getattr(pipe, name) for name in _SPATIAL if getattr(pipe, name, None)), 8)
         temporal = next((getattr(pipe, name) for name in _TEMPORAL if getattr(pipe, name, None)), 4)
-        self.unit = self.unit or int(spatial) * _patch_side(self.configurations)
+        self.unit = self.unit or int(spatial) * _patch_side(self.configurations)  # an earlier trial may have set it
         observed.unit = self.unit
         observed.frames = 1
         observed.size = (self.unit * 2, self.unit * 4)
@@ -426,7 +429,7 @@ class PipelineTrial:
 
 
 class _Watched(Loop):
-    """A loop that takes its steps, and notes how many there are, and of how many latents."""
+    """A loop that runs the scheduler's own steps, and notes how many there are, and for how many latents."""
 
     def __init__(self, scheduler: Any, arguments: Mapping[str, Any], observed: Observed) -> None:
         super().__init__(scheduler, arguments.get("generator") or torch.Generator(), latents=2)
@@ -438,7 +441,7 @@ class _Watched(Loop):
 
 
 class _LatentsAtLast(_Watched):
-    """A loop whose last steps return NaN but for the latents: a pipeline that uses another value after it shows NaN."""
+    """A loop whose last step returns NaN beside the latents: a pipeline that uses another value later makes NaN."""
 
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         returned = self.tracks[track].real(*args, **kwargs)
@@ -463,9 +466,7 @@ def _deeper(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def constants_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """Returns arguments of a pipeline that are False in all jobs, such as `enable_prompt_rewrite`: the size and the
-    prompt stay as the job gives them.
-    """
+    """Returns arguments that are False in all jobs, such as `enable_prompt_rewrite`: a job's size and prompt stay."""
     names = ("use_resolution_binning", "_auto_resize", "enable_prompt_rewrite")
     return {name: False for name in names if name in parameters}
 
@@ -509,7 +510,8 @@ def _wanted(module: torch.nn.Module, args: Sequence[Any]) -> tuple[str, int] | N
     shapes = [tuple(value.shape) for value in args if isinstance(value, torch.Tensor) and value.ndim]
     if not shapes:
         return None
-    last, second = shapes[0][-1], shapes[0][1] if len(shapes[0]) > 1 else 0
+    last = shapes[0][-1]
+    second = shapes[0][1] if len(shapes[0]) > 1 else 0  # the channels of a convolution's input
     if isinstance(module, torch.nn.Linear):
         return ("in_features", last) if last != module.in_features else None
     if isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d):
@@ -517,8 +519,9 @@ def _wanted(module: torch.nn.Module, args: Sequence[Any]) -> tuple[str, int] | N
     if isinstance(module, torch.nn.LayerNorm):
         return ("normalized_shape", last) if last != module.normalized_shape[0] else None
     weight = getattr(module, "weight", None)
-    is_gain = isinstance(weight, torch.Tensor) and weight.ndim == 1
-    return ("weight", last) if is_gain and weight is not None and last != weight.shape[0] else None
+    if isinstance(weight, torch.Tensor) and weight.ndim == 1 and last != weight.shape[0]:  # a norm of any other class
+        return "weight", last
+    return None
 
 
 @contextlib.contextmanager
@@ -563,6 +566,7 @@ def _noted_encoding(encode: Callable[..., Any], observed: Observed, *args: Any, 
             texts = bound.arguments.keys() & {"prompt", "prompts", "negative_prompt"}
             bound.arguments |= {name: _longer(bound.arguments[name]) for name in texts}
             observed.longer = _as_list(encode(*bound.args, **bound.kwargs))
+        # A second call with another prompt is the call for the negative prompt.
         elif observed.encodings == 2 and bound.arguments.get("prompt") != observed.encoding.get("prompt"):
             observed.negative = _as_list(returned)
         return returned
@@ -584,7 +588,7 @@ def _watch_decoding(pipe: Any, observed: Observed) -> None:
         return returned
 
     def process(real: Any, *args: Any, **kwargs: Any) -> Any:
-        video = [*args, *kwargs.values()][0]
+        video = [*args, *kwargs.values()][0]  # its first argument, by position or by keyword
         if decoded:  # else this is a further frame of the video in the call before
             observed.changes_decoded = len(decoded) > 1 or not _is_part(video, decoded[0])
             decoded.clear()
@@ -631,6 +635,7 @@ class _Chain:
         for block in self.blocks:
             plain = {name: repr(value) for name, value in vars(block).items() if isinstance(value, int | float | str)}
             made.append((repr(block), plain))
+        # From the end, how many blocks come before a block that is like the first.
         return next((n for n in range(len(made)) if made[-1 - n] == made[0]), 0)
 
     def watched(self) -> list[Any]:
@@ -676,8 +681,10 @@ def _counted(component: str, name: str, module: torch.nn.Module, observed: Obser
     """
 
     def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if observed.steps in (0, STEPS) and not observed.is_encoding:
-            (observed.after if observed.steps else observed.before)[component] = None
+        if observed.steps == 0 and not observed.is_encoding:
+            observed.before[component] = None
+        elif observed.steps == STEPS and not observed.is_encoding:
+            observed.after[component] = None
         running.append((component, name, module, args))
         if not name:
             inputs = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
@@ -693,8 +700,8 @@ def _counted(component: str, name: str, module: torch.nn.Module, observed: Obser
 def embedding_names(cls: Any) -> list[str]:
     """Returns the names of the values that `encode_prompt` returns, such as `["prompt_embeds", "prompt_embeds_mask"]`.
 
-    They are the names in its `return`, or the names in `... = self.encode_prompt()` of the pipeline's call: those of
-    which more are arguments of the call. A single value of another name is called `prompt_embeds`.
+    They are the names in its `return`, or those in `... = self.encode_prompt()` of the pipeline's call: the list that
+    has more arguments of the call. A single value of another name is called `prompt_embeds`.
     """
     if is_modular(cls):
         return list(cls.prompt_blocks.embeddings)

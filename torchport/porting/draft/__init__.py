@@ -36,8 +36,6 @@ WHY = "say here what fails, or is slow, without it"
 
 @dataclasses.dataclass(frozen=True)
 class PatchDraftRequest:
-    """A patch that is to be drafted."""
-
     target: str  #: `module:attribute.path`.
     kind: str
     #: The name of its files in `patches/<package>/`, without their endings; by default its module's.
@@ -45,7 +43,7 @@ class PatchDraftRequest:
     line: int | None = None  #: Of a rewrite, the line of the statement in upstream's file.
     importers: Sequence[str] = ()
     why: str = WHY
-    #: Whether its id and its test have the file's name, too: two modules have functions of this name.
+    #: Whether its id and its test also have the file's name, because two modules have functions of this name.
     in_full: bool = False
 
     @property
@@ -77,8 +75,8 @@ class PatchDraftRequest:
 class Draft:
     """A patch before it is filled in."""
 
-    fields: Mapping[str, Any]  #: The entry's; those that every entry has may be missing.
-    python: str  #: Its function's text.
+    fields: Mapping[str, Any]  #: The fields of its entry.
+    python: str  #: The text of its function; empty for a stub.
     test: Piece  #: It fails until the patch and the test's arguments are filled in.
     left: Sequence[str]  #: What to fill in.
 
@@ -99,8 +97,8 @@ def draft(request: PatchDraftRequest) -> Draft:
 
 
 def _common_fields(request: PatchDraftRequest, path: str) -> dict[str, Any]:
-    """Returns the fields of an entry of any kind. Its id is made of `path`, and has the name of its file, too, where a
-    pack beneath has that id, as for functions of torch.
+    """Returns the fields of an entry of any kind. Its id is made of `path`. The name of its file is added to an id that
+    torchport's own patches have already, as for functions of torch.
     """
     key = f"{proposal.slug(request.package)}.{proposal.slug(path)}"
     folders = find_pack(()).folders
@@ -113,7 +111,7 @@ def _common_fields(request: PatchDraftRequest, path: str) -> dict[str, Any]:
         "equivalence": proposal.PROMISE,
         "fits": proposal.fits(request.package),
     }
-    # An entry of any kind tells whether others than this codebase use the target.
+    # Made only to ask whether everybody uses the target's package: the answer is the same for any kind.
     probe = proposal.entry_of({**fields, "replace": "a.py:a"}, request.package)
     if probe.is_shared and request.kind in ("replace", "wrap", "rewrite"):
         fields |= {"scope": "global", "scope_reason": "say here why that is safe for everybody"}
@@ -159,6 +157,7 @@ def _draft_replacement(request: PatchDraftRequest) -> Draft:
 
 
 def _check_callable(request: PatchDraftRequest, target: Target) -> None:
+    """Refuses a target that no function can replace: an asynchronous generator, `__new__`, some classes."""
     what = ".".join(target.path)
     if target.is_async and target.is_generator:
         fact = f"{what} ({target.place}) is an asynchronous generator function"
@@ -177,7 +176,7 @@ def _check_callable(request: PatchDraftRequest, target: Target) -> None:
 
 
 def _draft_rewrite(request: PatchDraftRequest) -> Draft:
-    """Returns the draft of a `rewrite` of the target's statement on a line; refuses a line without any."""
+    """Returns the draft of a `rewrite` of the statement on a line of the target; refuses a line without a statement."""
     target = find(request.target, request.place)
     what = ".".join(target.path)
     line = request.line or 0
@@ -226,9 +225,7 @@ def _draft_lowering(request: PatchDraftRequest) -> Draft:
 
 
 def _parameters_of_overload(request: PatchDraftRequest) -> str:
-    """Returns the parameters of an ATen overload as source text, such as `input, *, approximate='none'`, from its
-    schema; raises if there is none.
-    """
+    """Returns the parameters of an ATen overload, such as `input, *, approximate='none'`; raises for an unknown one."""
     import torch
 
     module, _, path = request.target.partition(":")
@@ -358,8 +355,8 @@ def _checked(request: PatchDraftRequest, drafted: Draft, home: Home, file: str, 
     content, line = text, 1
     if before:
         content = f"{before.rstrip()}\n\n{text}"
-        line = before.rstrip().count("\n") + 3
-    document = parse_document(content, as_named(path))
+        line = before.rstrip().count("\n") + 3  # after the last line and an empty line
+    document = parse_document(content, as_named(path))  # the file as it will be
     if not isinstance(document.data, list):
         fact = "It is no list whose items stand on lines of their own"
         raise WrongTypeError(as_named(path), fact, "Choose another file with --file")
@@ -393,8 +390,9 @@ def _function_text(target: Target, name: str, wraps: bool) -> str:
     node = target.node
     assert not isinstance(node, ast.ClassDef)
     names = parameters(node).names
-    taken = ORIGINAL in {name.strip("*") for name in names}
-    original = (f"{ORIGINAL}_function" if taken else ORIGINAL) if wraps else None
+    original = None
+    if wraps:  # another name if the target has a parameter `original`
+        original = f"{ORIGINAL}_function" if ORIGINAL in {part.strip("*") for part in names} else ORIGINAL
     given = parameters(node, original)
     what = ".".join(target.path)
     lines = [f'"""Fill in: does what {what} does ({target.place}).']

@@ -41,7 +41,7 @@ _MLP = 128
 _VOCABULARY = 1024
 _GROUPS = 8
 _CHANNELS = 32
-"""`_DEPTH` and the others: the largest numbers in a tiny network."""
+"""`_DEPTH` and the constants below it: the largest numbers in a tiny network."""
 _LARGEST: tuple[tuple[str, int], ...] = (
     (r"layers_per_block", 1),
     (r"hidden_channels", _WIDTH),
@@ -60,8 +60,6 @@ _MODEL_WIDTH = re.compile(r"(?:hidden_size|dim|d_model|embed_dim|model_dim|inner
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraftRequest:
-    """A model card that is to be drafted."""
-
     name: str
     entries: Sequence[str]  #: The classes, as `[component=]package.module:Class`; the first one is the network.
     checkpoint: str = UNKNOWN_CHECKPOINT
@@ -120,8 +118,8 @@ def parts(request: ModelDraftRequest) -> list[Part]:
 
 def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[str]]:
     """Returns small values by argument, `{"num_layers": 2}`, and the names of required arguments that get no value. The
-    values go by names, as most repositories have them: depth, heads, widths, channels. Other arguments keep the class's
-    default. Nobody but the class can say whether the numbers fit each other.
+    values are chosen by the arguments' names: depth, heads, widths, channels. Other arguments keep the class's default.
+    Whether the numbers fit each other is not known before the class is built.
     """
     values: dict[str, Any] = {}
     lacking = []
@@ -142,7 +140,7 @@ def _small_value(argument: Argument) -> Any:
     limit = next((limit for pattern, limit in _LARGEST if re.fullmatch(pattern, name)), None)
     if isinstance(default, bool | str):
         return None
-    if default is None:  # of a list without a default nobody knows the length, so it gets no value
+    if default is None:  # a list gets no value, as its length is not known; `int | list[int]` gets a number
         rest = re.sub(r"(?i)(list|tuple|sequence)(\[[^]]*\])?", "", argument.annotation)
         return limit if rest == argument.annotation or "int" in rest else None
     if isinstance(default, int):
@@ -180,9 +178,9 @@ def is_rotary(name: str, value: Any) -> bool:
 
 
 def shares(parts: Sequence[int], total: int) -> list[int]:
-    """Returns even numbers whose sum is `total`, about as `parts`: `[8, 8, 8]` for `[1, 1, 1]` and 24."""
+    """Returns even numbers of the sum `total`, about in proportion to `parts`: [8, 8, 8] for [1, 1, 1] and 24."""
     numbers = [max(2, part * total // sum(parts) // 2 * 2) for part in parts]
-    numbers[-1] += total - sum(numbers)
+    numbers[-1] += total - sum(numbers)  # the last takes what rounding left
     return numbers
 
 
@@ -283,7 +281,7 @@ def _family_text(request: ModelDraftRequest, components: Sequence[Part]) -> str:
 
 
 DEEPEST = 8
-"""Bases that are followed, one above the other."""
+"""How many classes are looked at: the class, and those above it."""
 _PLAIN = {"int", "float", "bool", "str", "list", "tuple", "dict", "List", "Tuple", "Dict", "Optional", "Union"}
 _PLAIN |= {"Literal", "Sequence", "Any", "None", "typing"}
 
@@ -293,7 +291,7 @@ class Argument:
     """An argument of a class's constructor."""
 
     name: str
-    default: Any = None  #: None if it is no literal, too.
+    default: Any = None  #: None also without a default, and for a default that is no literal.
     required: bool = False
     annotation: str = ""
     plain: bool = True  #: Whether YAML can say it, as far as its annotation tells.
@@ -305,25 +303,27 @@ def arguments(source: SourceFile, node: ast.ClassDef) -> list[Argument] | None:
         init = _method_of(base, "__init__")
         if init is not None:
             return list(_arguments_of(init))
-        assigned = [node for node in base.body if isinstance(node, ast.AnnAssign)]
-        fields = [node for node in assigned if isinstance(node.target, ast.Name)]
+        assigned = [statement for statement in base.body if isinstance(statement, ast.AnnAssign)]
+        fields = [statement for statement in assigned if isinstance(statement.target, ast.Name)]
         decorators = " ".join(map(ast.unparse, base.decorator_list))
-        if fields and ("dataclass" in decorators or "strict" in decorators):
+        if fields and ("dataclass" in decorators or "strict" in decorators):  # `@strict` of huggingface_hub
             return [_argument(ast.unparse(field.target), field.annotation, field.value) for field in fields]
     return None
 
 
 def card_arguments(source: SourceFile, node: ast.ClassDef) -> list[Argument] | None:
-    """Returns the arguments that a card gives for a class: those of its constructor, or None as `arguments` does. A
-    class of transformers takes one configuration, `LlamaModel(config: LlamaConfig)`: for it the card gives the
-    arguments of the configuration's class.
+    """Returns the arguments that a card gives for a class; None if no source shows the arguments of its constructor.
+
+    A class of transformers takes its configuration alone, as in `LlamaModel(config: LlamaConfig)`. For such a class a
+    card gives the arguments of `LlamaConfig`.
     """
-    given = arguments(source, node)
-    required = [argument for argument in given or () if argument.required]
+    of_constructor = arguments(source, node)
+    required = [argument for argument in of_constructor or () if argument.required]
     if source.module.partition(".")[0] != "transformers" or len(required) != 1:
-        return given
-    annotated = _classes(Classes(None).names(source.module, tuple(required[0].annotation.split("."))))
-    return next((arguments(*place) for place in annotated), given)
+        return of_constructor
+    names = tuple(required[0].annotation.split("."))
+    configuration = next(_classes(Classes(package=None).names(source.module, names)), None)
+    return of_constructor if configuration is None else arguments(*configuration)
 
 
 def _method_of(node: ast.ClassDef, name: str) -> Function | None:
@@ -358,7 +358,7 @@ def _lineage(source: SourceFile, node: ast.ClassDef) -> Iterator[Place]:
             return
         home, base = pending.pop(0)
         yield home, base
-        pending += _classes(Classes(None).bases(home.module, base))
+        pending += _classes(Classes(package=None).bases(home.module, base))  # None: in any package
 
 
 def _classes(homes: Iterable[SourceHome]) -> Iterator[Place]:
@@ -371,7 +371,7 @@ def _is_no_module(source: SourceFile, node: ast.ClassDef) -> bool:
     """Returns whether a class is no `torch.nn.Module` for certain: the source shows all bases, and none is torch's."""
     for home, base in _lineage(source, node):
         bases = [parent for parent in base.bases if ast.unparse(parent) != "object"]
-        shown = list(_classes(Classes(None).bases(home.module, base)))
+        shown = list(_classes(Classes(package=None).bases(home.module, base)))
         if home.module.partition(".")[0] == "torch" or len(shown) < len(bases):
             return False
     return True

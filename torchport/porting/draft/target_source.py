@@ -1,4 +1,4 @@
-"""What stands under the target of a patch that is to be written: its kind and its parameters, from source alone."""
+"""The function or class that the target of a new patch names: its kind and its parameters, from source alone."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _imported_error(target: str, source: SourceFile, node: ast.stmt, parts: tupl
 
 
 def _absent_error(target: str, source: SourceFile, parts: tuple[str, ...], depth: int, place: str) -> TargetError:
-    """Returns the error for a target whose path is in its module's source only for the first `depth` names."""
+    """Returns the error for a target of whose path the source shows only the first `depth` names."""
     holder = source.where(parts[:depth]).node if depth else source.tree
     if isinstance(holder, Function):
         what = ".".join(parts[:depth])
@@ -189,7 +189,7 @@ def _constant_error(target: str, source: SourceFile, parts: tuple[str, ...], nod
 class Parameters:
     """A function's parameters in source, without annotations."""
 
-    #: Such as `x, *, mode=...`. A default that is no literal is `...`: passed on by mistake, it is an error at once.
+    #: Such as `x, *, mode=...`. The `...` stands for a default that is no literal; code that gets it fails at once.
     text: str
     names: list[str]  #: Each with its stars.
     unknown: list[str]  #: Those whose default is no literal, as `mode=DEFAULT`.
@@ -207,7 +207,7 @@ def parameters(node: Function, before: str | None = None) -> Parameters:
             argument.annotation = None
     no_literal = ast.Constant(...)
     shown.defaults = [default if is_literal(default) else no_literal for default in shown.defaults]
-    shown.kw_defaults = [each if each is None or is_literal(each) else no_literal for each in shown.kw_defaults]
+    shown.kw_defaults = [value if value is None or is_literal(value) else no_literal for value in shown.kw_defaults]
     if before is not None:
         (shown.posonlyargs or shown.args).insert(0, ast.arg(before))
     return Parameters(ast.unparse(shown), names, unknown)

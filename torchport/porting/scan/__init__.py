@@ -48,15 +48,15 @@ BY_KIND = {rule.kind: rule.id for rule in RULES.values()}
 
 
 Reach = Literal["path", "training", "off", "unknown"]
-"""Whether the entry leads there: on its inference path, in training alone, not at all; or nobody named an entry."""
+"""How the entry leads there: in inference (`path`), in training alone, not at all (`off`); `unknown` without entry."""
 
 Guard = Literal["", "process-group", "cuda"]
-"""What a finding runs under alone; empty where nothing that is known guards it."""
+"""What must be there for a finding's code to run; empty if it runs without a process group and without CUDA."""
 GUARDS: dict[Guard, str] = {"process-group": "only under a process group", "cuda": "only on CUDA"}
-"""The same in words."""
+"""The guards in words."""
 
 Verdict = Literal["covered", "rewrite", "unknown"]
-"""What is to be done: nothing, as a patch does it; a patch is to be written; or only a trace or a look shows it."""
+"""What is left to do: nothing (`covered` by a patch), a patch to write (`rewrite`), or to trace and see (`unknown`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +71,9 @@ class ScanFinding:
     uses: str = ""  #: The name in full of what is called or imported, as `torch.cuda.set_device`; empty for none.
     reach: Reach = "unknown"
     covered_by: tuple[str, ...] = ()
-    #: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
+    #: Whether it is certain. It is not where an import may fail, or where a value is only assumed to be a tensor.
     sure: bool = True
-    only: Guard = ""  #: What must be there for it to run, where the entry leads there: a guard asks for it.
+    only: Guard = ""  #: What a condition around the code asks for.
 
     @property
     def meaning(self) -> ScanRule:
@@ -106,8 +106,6 @@ class Absent:
 
 @dataclasses.dataclass(frozen=True)
 class ScanReport:
-    """What a scan found."""
-
     findings: tuple[ScanFinding, ...]  #: By file and line; files that could not be read are among them.
     files: int
     lines: int
@@ -118,7 +116,7 @@ class ScanReport:
 
     @property
     def wanted(self) -> Reach:
-        """What a finding's reach is if a port meets it."""
+        """The reach of the findings that a port meets."""
         return "path" if self.entries else "unknown"
 
     def unpatched(self) -> list[ScanFinding]:

@@ -26,16 +26,16 @@ from torchport.source.bindings import STARRED, Function, bound_name, parameters
 from torchport.source.parsing import imported_from
 
 _ALSO_ON_PYPI = {"torch", "transformers", "diffusers", "datasets", "tokenizers", "accelerate", "numpy", "peft", "tests"}
-"""Names that many codebases import from elsewhere: a folder that holds a `datasets` is no import root for that."""
+"""Packages that most codebases import from PyPI: a folder is no import root only because it holds a `datasets`."""
 _DEPTH = 12
 """How many imports a name is followed through."""
 _PARSED = 1000
-"""Levels that the parser may nest, above the call of it."""
+"""Levels of Python's stack that the parser may use."""
 _IMPORTS = re.compile(r"^(?:from\s+([\w.]+)\s+import\b|import\s+([\w., \t]+))", re.MULTILINE)
 
 
 class _AllNames:
-    """Contains every name: where a module has `from m import *`, each may be one of `m`."""
+    """Contains every name: where a module has `from m import *`, any name may come from `m`."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -47,16 +47,16 @@ class CodeUnit:
 
     module: Module
     name: str  #: Its qualified name, `<module>` for what runs at import.
-    body: Body | None  #: What it does, until it has been read; then the facts are what is left.
-    is_class: bool  #: Whether it is what the decorators of a class do.
+    body: Body | None  #: Its events; None when `facts` are there, and the syntax tree is dropped.
+    is_class: bool  #: Whether it is no function, but a class with decorators, which run at import.
     class_name: str  #: The class that it is a method of; empty for none.
     parameters: tuple[str, ...] = ()  #: Its parameters by position, then those by keyword alone.
-    defaults: dict[str, Term] = dataclasses.field(default_factory=dict)  #: What they are where a call leaves them out.
-    decorators: frozenset[str] = frozenset()
-    returns: ast.expr | None = None
-    tensors: frozenset[str] = frozenset()  #: Of an `__init__`, the attributes that it makes tensors.
-    imports: dict[str, str] = dataclasses.field(default_factory=dict)  #: The full names that its own imports bind.
-    facts: Facts = dataclasses.field(default_factory=Facts)  #: What it does, when its syntax tree is dropped.
+    defaults: dict[str, Term] = dataclasses.field(default_factory=dict)  #: The defaults of parameters.
+    decorators: frozenset[str] = frozenset()  #: The last names of its decorators: `no_grad` of `@torch.no_grad()`.
+    returns: ast.expr | None = None  #: The annotation of its result.
+    tensors: frozenset[str] = frozenset()  #: Of an `__init__`, the attributes that it makes buffers or parameters.
+    imports: dict[str, str] = dataclasses.field(default_factory=dict)  #: By name, the full names that it imports.
+    facts: Facts = dataclasses.field(default_factory=Facts)  #: What is kept of it without its syntax tree.
 
     @property
     def target(self) -> str:
@@ -75,7 +75,7 @@ class CodeUnit:
 
     @functools.cached_property
     def heads(self) -> Container[str]:
-        """The names that its module defines or imports, and that it imports: a chain with another head is local."""
+        """The names that it or its module imports or defines. A chain that begins with another name is local."""
         if self.module.stars:
             return _AllNames()
         return self.module.heads | self.imports.keys() if self.imports else self.module.heads
@@ -92,8 +92,6 @@ class CodeUnit:
 
 @dataclasses.dataclass(eq=False)
 class Class:
-    """One class of a codebase."""
-
     module: Module
     name: str
     above: tuple[tuple[str, ...], ...]  #: Its bases, as chains of names.
@@ -115,9 +113,9 @@ class Module:
     #: What its own imports and assignments of names bind, in full.
     bound: dict[str, str] = dataclasses.field(default_factory=dict)
     stars: list[str] = dataclasses.field(default_factory=list)  #: The modules of which it imports `*`.
-    #: What stands in the lists and dictionaries that its names are bound to.
+    #: By variable, the names in the list or dictionary that it is: `BLOCKS = {"a": Block}` gives `[("Block",)]`.
     tables: dict[str, list[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
-    #: The nodes in these tables, while it is read: what they name is used where a table is.
+    #: The nodes of these names, until the module was read. They are used where the table is used, and not at import.
     in_tables: set[ast.AST] = dataclasses.field(default_factory=set)
     #: A cache of `Codebase.resolve`, for functions without imports of their own.
     resolved: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
@@ -162,7 +160,7 @@ class Codebase:
         for source in self.sources:
             self.module(self._names[source.path])
             if source is not self._files[self._names[source.path]]:
-                self._tree(source)  # a second file with the same module name: it is only counted
+                self._tree(source)  # a second file of the same module name: it is counted, and not scanned
             while self._unyielded:
                 yield self._unyielded.pop()
         # The order of the files, not the order in which they were read.
@@ -330,7 +328,7 @@ class Codebase:
         return any(base.startswith("torch.nn.") or base.endswith("ModelMixin") for base in bases)
 
     def forget(self) -> None:
-        """Drops all that was read, when the report is there. Else the collector walks it, again and again."""
+        """Drops all that was read, once the report is made. Otherwise the garbage collector would walk all of it."""
         caches = (self._bodies, self.canonical, self.table, self.definition, self.bases, self.lineage, self.methods)
         for cache in caches:
             cache.cache_clear()
@@ -356,7 +354,7 @@ def module_names(sources: list[Source], root: str) -> dict[str, str]:
                 in_package = any(above in packages for above in (folder, *folder.parents))
                 if inner in imported and inner not in _ALSO_ON_PYPI and not in_package:
                     import_roots.add(folder)
-        import_roots |= {PurePosixPath("src")} & {folder for path in paths for folder in path.parents}
+        import_roots |= {PurePosixPath("src")} & {folder for path in paths for folder in path.parents}  # if it is there
     result = {}
     for path in paths:
         nearest = next(folder for folder in path.parents if folder in import_roots)
@@ -381,7 +379,7 @@ def _as_shallow() -> AbstractContextManager[None]:
     """Returns a context that lets the parser nest `_PARSED` levels at most, even where `recursion` allows more. The
     parser uses the C stack, which would overflow before a higher limit is reached.
     """
-    depth = sum(1 for _ in traceback.walk_stack(sys._getframe()))
+    depth = sum(1 for _ in traceback.walk_stack(sys._getframe()))  # the limit counts the frames of the callers, too
     return recursion(min(sys.getrecursionlimit(), depth + _PARSED))
 
 

@@ -1,7 +1,7 @@
 """The findings of one function, whatever leads to it.
 
 Each detector looks at one event. A context is the function, with what its names mean and which of them are tensors, as
-far as its source shows it. What is not known is no tensor: a finding that is wrong costs more than one that a trace
+far as its source shows it. What is not known is no tensor: a wrong finding costs more than a missed one, which a trace
 finds later.
 """
 
@@ -47,9 +47,8 @@ class Site:
     text: str
     conditions: Conditions
     uses: str = ""
-    if_none: str = ""  #: A parameter that must be None for it to be one.
-    #: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
-    sure: bool = True
+    if_none: str = ""  #: A parameter of the function: it is a finding only if calls leave this parameter None.
+    sure: bool = True  #: As in `ScanFinding`.
 
 
 def text_of(node: ast.AST) -> str:
@@ -66,7 +65,7 @@ class FunctionContext:
         self.codebase = codebase
         self.heads = unit.heads
         self.at_import = unit.name == MODULE
-        self.builds = unit.name.rpartition(".")[2] in _BUILDERS  # it runs before anything is traced
+        self.builds = unit.name.rpartition(".")[2] in _BUILDERS  # a constructor: it runs before anything is traced
         self.terms = Terms(unit.parameters, unit.first, lambda node: codebase.resolve(unit, chain_of(node)))
         self.tensors = Tensors(self, body)
         self._body = body
@@ -77,8 +76,8 @@ class FunctionContext:
         """
         if not chain or chain[0] not in self.heads:
             return ""
-        hidden = not self.at_import and chain[0] in self.tensors.kinds and chain[0] not in self.unit.imports
-        return "" if hidden else self.codebase.resolve(self.unit, chain)
+        is_local = not self.at_import and chain[0] in self.tensors.kinds and chain[0] not in self.unit.imports
+        return "" if is_local else self.codebase.resolve(self.unit, chain)
 
     def returned(self, name: str) -> ast.expr | None:
         """Returns the annotation of the result of the function with a full name; None outside of the codebase."""
@@ -187,7 +186,7 @@ def _names(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
-    """Yields the findings of a call: by its full name, as a method, and as `int(x)` or the like of a tensor."""
+    """Yields the findings of a call: of a function by its full name, of a method, and of `int(x)` of a tensor."""
     if not isinstance(event.node, ast.Call):
         return
     node = event.node
@@ -199,10 +198,10 @@ def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
         yield from _host_tensors(context, event, node, name)
     if isinstance(node.func, ast.Attribute):
         yield from _method_calls(context, event, node, name)
-    called = node.func.id if isinstance(node.func, ast.Name) and not name else ""
-    converts = called in ("int", "float", "bool", "range", "round")
-    if converts and any(context.tensors.kind(argument) in ON_DEVICE for argument in node.args):
-        yield context.site("branch" if called == "bool" else "item", event)
+    builtin = node.func.id if isinstance(node.func, ast.Name) and not name else ""
+    takes_value = builtin in ("int", "float", "bool", "range", "round")
+    if takes_value and any(context.tensors.kind(argument) in ON_DEVICE for argument in node.args):
+        yield context.site("branch" if builtin == "bool" else "item", event)
 
 
 def _kind_of_call(context: FunctionContext, node: ast.Call, name: str) -> str:
@@ -233,7 +232,7 @@ def _host_tensors(context: FunctionContext, event: Event, node: ast.Call, name: 
     if device is None or (isinstance(inner, ast.Constant) and inner.value in ("cpu", None)):
         yield context.site("host-tensor", event, name)
     elif isinstance(device, ast.Name) and context.unit.defaults.get(device.id) == ("const", None):
-        # `device=device` of a parameter whose default is None: wrong only if no call gives it.
+        # `device=device`, a parameter whose default is None: a finding only if no call passes a device.
         yield context.site("host-tensor", event, name, if_none=device.id)
 
 
@@ -260,6 +259,7 @@ def _method_calls(context: FunctionContext, event: Event, node: ast.Call, name: 
 
 
 def _branches(context: FunctionContext, event: Event) -> Iterator[Site]:
+    """Yields a finding for a condition that is a tensor, or combines one with `and`, `or` or `not`."""
     pending = [event.node]
     while pending:
         node = pending.pop()
@@ -287,12 +287,13 @@ def _indices(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _writes(context: FunctionContext, event: Event) -> Iterator[Site]:
+    """Yields findings for `x[i] = value`: in a loop, or through a mask."""
     if not isinstance(event.node, ast.Subscript) or context.builds:
         return
     base = event.node.value
     if event.loop and context.tensors.is_tensor(base):
         yield context.site("inplace-loop", event)
-    if event.value is not None and not isinstance(event.value, ast.Constant):
+    if event.value is not None and not isinstance(event.value, ast.Constant):  # `x[mask] = 0` keeps the shapes
         yield from (site for site in _indices(context, event) if site.kind == "mask-index")
 
 
@@ -335,16 +336,14 @@ def _square_masks(context: FunctionContext, event: Event) -> Iterator[Site]:
         elif last in _MADE and _is_square(node, last):
             yield context.site("square-mask", event)
     if pair is not None:
-        # Two sides that are one tensor with a new dim each, at another place: all pairs are combined.
+        # Both sides are the same tensor with a new dim, each at another place: all pairs are combined.
         (tensor, place), (other_tensor, other_place) = (_added_dim(context, side) for side in pair)
         if place != other_place and tensor == other_tensor != "":
             yield context.site("square-mask", event)
 
 
 def _is_square(node: ast.Call, name: str) -> bool:
-    """Returns whether a call such as `torch.ones(n, n)` makes a square of positions: its last two sizes have equal
-    source, and are neither numbers nor sizes of features.
-    """
+    """Returns whether a call makes a square of positions, as `torch.ones(n, n)`; not of numbers or feature sizes."""
     if name in ("eye", "tri"):
         return bool(node.args) and not _is_small(node.args[0]) and ast.unparse(node.args[0]).lower() not in _FEATURES
     parts = node.args[0].elts if node.args and isinstance(node.args[0], (ast.Tuple, ast.List)) else node.args
@@ -360,8 +359,8 @@ def _is_small(node: ast.expr) -> bool:
 
 
 def _added_dim(context: FunctionContext, node: ast.expr, depth: int = 0) -> tuple[str, str]:
-    """Returns `x` and `:, None` for `x[:, None]`, or `x` and the whole call for `x.unsqueeze(1)`, a transposition and
-    einops; `x` and an empty text for a name, and two empty texts for other nodes.
+    """Returns which tensor gets a new dim, and where, as source: `x` and `:, None` for `x[:, None]`, `x` and the whole
+    call for `x.unsqueeze(1)`, a transposition or einops. For a name `x` alone the place is empty; for others both are.
     """
     if isinstance(node, ast.Name) and depth < 3:
         made = context.tensors.made_from.get(node.id)

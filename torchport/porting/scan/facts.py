@@ -1,7 +1,8 @@
 """What is kept of a function when its syntax tree is dropped: calls, reads and imports, each with its conditions.
 
-A condition becomes a term: a tuple of what it does, and of the terms that it does it with. None is what the source does
-not show. Some terms are only assumed: what asks for a process group or for CUDA has a value where there is none.
+A condition becomes a term: a tuple of an operation and its operands, which are terms, such as `("not", ("self",
+"flag"))`. None stands for what the source does not show. Some values are only assumed: without a process group, its
+size is 1, and without CUDA, `torch.cuda.is_available()` is False.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FALSE_ALONE = {
     "torch.distributed.is_initialized", "torch.distributed.is_available", "torch.is_grad_enabled",
     "torch.compiler.is_compiling", "torch.jit.is_scripting", "torch.jit.is_tracing",
 }  # fmt: skip
-"""What is False in an inference of one process that nobody scripts."""
+"""Functions that return False in inference, in a single process, without compiling or scripting."""
 _VALUES_WITHOUT = {
     "torch.distributed.get_world_size": ("process-group", 1),
     "torch.distributed.get_rank": ("process-group", 0),
@@ -41,7 +42,7 @@ _WORDS = (
     (re.compile(rf"(^|_){_MANY}_(active|enabled?|initialized)$"), ("process-group", False)),
     (re.compile(r"^is_cuda$"), ("cuda", False)),
 )
-"""By the words of their names: what is as it is where there is no process group, or no CUDA."""
+"""The values that names such as `sp_size` have where there is no process group, or no CUDA, by their words."""
 _DEVICES = {"type", "device", "device_type"}
 _OPS = {
     ast.Is: "is", ast.IsNot: "is not", ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">",
@@ -51,17 +52,15 @@ _OPS = {
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Called:
-    """A call."""
-
     line: int
     conditions: Conditions
-    chain: tuple[str, ...]  #: The names of what is called; empty where that is no chain of names.
-    name: str  #: These in full; empty where nothing that is known binds them.
-    attribute: str  #: Of an expression without a chain the method.
-    of_super: bool  #: Of `super()`.
-    arguments: tuple[Term, ...]  #: Those by position, up to a starred one.
+    chain: tuple[str, ...]  #: What is called, as `("a", "b")` for `a.b()`; empty for `f().b()`.
+    name: str  #: The full name of the chain; empty where no known import or definition binds it.
+    attribute: str  #: The method `b` of `f().b()`; empty with a chain.
+    of_super: bool  #: Whether it is a method of `super()`.
+    arguments: tuple[Term, ...]  #: Arguments by position, up to the first `*arguments`.
     keywords: tuple[tuple[str, Term], ...]
-    starred: bool  #: With `*` or `**`.
+    starred: bool  #: Whether it has `*` or `**` arguments.
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -70,21 +69,19 @@ class Read:
 
     line: int
     conditions: Conditions
-    chain: tuple[str, ...]  #: Its names; of an attribute of an expression empty.
-    name: str  #: The chain in full.
-    attribute: str  #: Of an expression without a chain.
+    chain: tuple[str, ...]  #: Its names, as `("a", "b")` for `a.b`; empty for `f().b`.
+    name: str  #: The full name of the chain.
+    attribute: str  #: The attribute `b` of `f().b`; empty with a chain.
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Imported:
-    """An import statement."""
-
     line: int
     conditions: Conditions
     modules: tuple[str, ...]  #: The full names of the modules that it may run.
     packages: tuple[str, ...]  #: Their top-level packages; none for a relative import.
     aliases: tuple[tuple[str, str, int], ...]  #: Of `from m import name`: the name, what it is in full, the line.
-    always: bool  #: Without conditions.
+    always: bool  #: Whether it stands under no condition.
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -94,9 +91,9 @@ class Facts:
     references: tuple[Called | Read | Imported, ...] = ()
     assigned: frozenset[str] = frozenset()  #: The parameters that it assigns to.
     nones: frozenset[str] = frozenset()  #: The parameters that it sets to None.
-    attributes: tuple[tuple[str, Term], ...] = ()  #: The attributes that it sets, each with the constant, if it is one.
+    attributes: tuple[tuple[str, Term], ...] = ()  #: The attributes that it sets, with a constant value or None.
     asked: frozenset[str] = frozenset()  #: The names in its conditions.
-    answer: Term = None  #: What it returns, where it does nothing else.
+    answer: Term = None  #: What it returns, if it does nothing but return.
 
     @property
     def calls(self) -> Iterator[Called]:
@@ -150,7 +147,7 @@ class Terms:
             return _with_assumption(("self", node.attr) if on_self else None, node.attr, self._full_name(node))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             inner = self.term(node.operand)
-            return inner and ("not", inner)
+            return None if inner is None else ("not", inner)
         if isinstance(node, ast.BoolOp):
             parts = tuple(map(self.term, node.values))
             return ("or" if isinstance(node.op, ast.Or) else "and", *parts) if any(parts) else None
@@ -190,15 +187,13 @@ def _with_assumption(term: Term, last: str, name: str = "") -> Term:
 
 @functools.cache
 def _assumed_by_name(last: str) -> tuple[str, Any] | None:
-    """Returns the value that a name is assumed to have by its words: `("process-group", 1)` for `sp_size`, which is 1
-    without a process group. None for other names.
-    """
+    """Returns a name's value without a process group or CUDA: `("process-group", 1)` for `sp_size`; None if unknown."""
     return next((value for words, value in _WORDS if words.search(last.lower())), None)
 
 
 def _certain(term: Term) -> Term:
-    """Returns a term without its assumed values; None where then nothing is known. So code after `if not initialized:
-    raise` counts as reached, though no process group is assumed.
+    """Returns a term without its assumed values; None if nothing else is known. So code after `if not initialized:
+    raise` counts as reached, although a process group is assumed to be absent.
     """
     if term is None or term[0] in ("const", "name", "self", "training"):
         return term

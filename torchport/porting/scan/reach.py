@@ -45,7 +45,7 @@ class Patches:
     by_name: dict[str, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     #: The absent packages that are stubbed, with the modules that may import the stub.
     stubs: dict[str, list[tuple[str, frozenset[str]]]] = dataclasses.field(default_factory=lambda: defaultdict(list))
-    #: The parameters of networks' `forward` that families always give, and that then are not None; with the families.
+    #: The parameters of networks' `forward` that a family always passes, so that they are not None; with the family.
     given: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def at(self, unit: CodeUnit, line: int) -> list[str]:
@@ -58,9 +58,10 @@ class Reached:
     """What runs when some functions are called: all that they lead to, each with the constants that its calls pass.
 
     Args:
-        patches: What they replace does not run.
+        patches: The patches that are in force: what they replace does not run. None: no patches.
         trains: Whether networks are in training.
-        without: What is not there, `process-group` or `cuda`: conditions that ask for it are decided by that.
+        without: What is absent, `process-group` or `cuda`, which decides the conditions that ask for it. Empty: the
+            source alone decides them.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class Reached:
         """Follows everything that runs when functions are called and objects of classes are made."""
         for unit in units:
             self._import(unit.module.name)
-            self._reach(unit, None, None)
+            self._reach(unit)
         for cls in classes:
             self._import(cls.module.name)
-            self._create(cls, None, None)
+            self._create(cls)
         while self._pending:
             self._follow(self._pending.popitem()[0])
 
@@ -130,15 +131,18 @@ class Reached:
         for end in range(1, len(parts) + 1):
             module = self._codebase.modules.get(".".join(parts[:end]))
             if module is not None and module.units[MODULE] not in self._arguments:  # else it was imported before
-                self._reach(module.units[MODULE], caller=None, call=None)
+                self._reach(module.units[MODULE])
                 for unit in module.units.values():
                     if unit.is_class:
-                        self._reach(unit, caller=None, call=None)
+                        self._reach(unit)
 
-    def _reach(self, unit: CodeUnit, caller: CodeUnit | None, call: Called | None, bound: bool = True) -> None:
+    def _reach(
+        self, unit: CodeUnit, caller: CodeUnit | None = None, call: Called | None = None, bound: bool = True
+    ) -> None:
         """Notes that a function is called, and with which constants. If that is new, it will be followed (again).
 
         Args:
+            caller: The function that calls it; None at the start of a run, and for an import.
             call: The call in the caller; None if its arguments are unknown.
             bound: As for `_constants_passed`.
         """
@@ -161,7 +165,7 @@ class Reached:
         self._known.pop(unit, None)
         self._pending[unit] = None
 
-    def _create(self, cls: Class, caller: CodeUnit | None, call: Called | None) -> None:
+    def _create(self, cls: Class, caller: CodeUnit | None = None, call: Called | None = None) -> None:
         """Notes that an object of a class is made: its constructor runs, and its methods may be called from now on."""
         methods = self._codebase.methods(cls)
         for name in ("__init__", "__post_init__", "__new__"):
@@ -173,7 +177,7 @@ class Reached:
         names = (*_DUNDERS, "forward") if self._codebase.is_network(cls) else _DUNDERS
         for name in names:
             if name in methods:
-                self._reach(methods[name], caller, None)
+                self._reach(methods[name], caller)
         for name, unit in methods.items():
             if unit not in self._live_methods[name]:
                 self._live_methods[name][unit] = None
@@ -182,13 +186,11 @@ class Reached:
                     for open_caller, open_call in list(self._open_calls.get((name, above), {}).values()):
                         self._reach(unit, open_caller, open_call)
 
-    def _call_in_any_class(self, name: str, unit: CodeUnit, call: Called | None) -> None:
-        """Follows a call of a method where the source does not show the object's class: it may be of any class of
-        which objects are made, before this call or after it.
-        """
+    def _call_in_any_class(self, name: str, unit: CodeUnit, call: Called | None = None) -> None:
+        """Follows a method's call on an object of unknown class: of any class whose objects are made, now or later."""
         if call is None and id(unit) in self._open_calls[name, None]:
             return  # nothing is known of its arguments, so a second time adds nothing
-        self._open_calls[name, None][id(call if call is not None else unit)] = unit, call  # each call once
+        self._open_calls[name, None][id(unit if call is None else call)] = unit, call  # by `id`, each call once
         for method in list(self._live_methods.get(name, ())):
             self._reach(method, unit, call)
 
@@ -212,7 +214,7 @@ class Reached:
         chain = call.chain
         for name in chain[1:-1]:
             if name in self._properties:  # it runs first, as in `x.name.method()`
-                self._call_in_any_class(name, unit, None)
+                self._call_in_any_class(name, unit)
         if call.of_super and unit.owner is not None:
             method = self._codebase.method(unit.owner, call.attribute, inherited=True)
             if method is not None:
@@ -236,6 +238,7 @@ class Reached:
         """Follows a call of a full name; returns whether the codebase defines that name."""
         known = self._codebase.definition(name)
         if isinstance(known, CodeUnit):
+            # A method that is called by its class's name, `Class.method(x)`, gets its object as an argument.
             bound = known.owner is None or "classmethod" in known.decorators or known.is_static
             self._reach(known, unit, call, bound)
             return True
@@ -248,17 +251,17 @@ class Reached:
             return False
         forward = self._codebase.method(cls, "forward") if last == "apply" else None  # of an autograd function
         if forward is not None:
-            self._reach(forward, unit, None)
+            self._reach(forward, unit)
         else:  # as in `Network.from_pretrained()`, where the codebase has no such method
-            self._create(cls, unit, None)
+            self._create(cls, unit)
         return True
 
-    def _call_method(self, unit: CodeUnit, owner: Class, name: str, call: Called | None) -> None:
+    def _call_method(self, unit: CodeUnit, owner: Class, name: str, call: Called | None = None) -> None:
         """Notes that a class's method is called, or one that overrides it in a subclass of which objects are made."""
         method = self._codebase.method(owner, name)
         if method is not None:
             self._reach(method, unit, call)
-            self._open_calls[name, owner][id(call if call is not None else unit)] = unit, call
+            self._open_calls[name, owner][id(unit if call is None else call)] = unit, call
             for other in list(self._live_methods.get(name, ())):
                 if other is not method and other.owner is not None and owner in self._codebase.lineage(other.owner):
                     self._reach(other, unit, call)
@@ -268,20 +271,20 @@ class Reached:
         chain = read.chain
         if chain and chain[0] == unit.first and unit.owner is not None:
             if len(chain) > 1:
-                self._call_method(unit, unit.owner, chain[1], None)
+                self._call_method(unit, unit.owner, chain[1])
         elif chain:
             self._hand_on(unit, self._codebase.definition(read.name) if read.name else None)
             self._mention_table(unit, read.name or f"{unit.module.name}.{chain[0]}")
         for name in chain[1:] or [read.attribute]:
             if name in self._properties:
-                self._call_in_any_class(name, unit, None)
+                self._call_in_any_class(name, unit)
 
     def _hand_on(self, unit: CodeUnit, known: CodeUnit | Class | None) -> None:
         """Notes that a function hands a definition on: it may be called with any arguments."""
         if isinstance(known, Class):
-            self._create(known, unit, None)
+            self._create(known, unit)
         elif isinstance(known, CodeUnit):
-            self._reach(known, unit, None)
+            self._reach(known, unit)
 
     def _mention_table(self, unit: CodeUnit, name: str) -> None:
         """Hands on all definitions in a list or dictionary of the codebase with this full name, if there is one."""
@@ -293,10 +296,10 @@ class Reached:
 class _Values:
     """What is known in one function, by which its conditions are decided."""
 
-    names: Mapping[str, Any]  #: Its parameters: one has a value if every call on the way gives it the same.
-    attributes: Mapping[str, Any]  #: Those to which the whole codebase assigns one value.
-    trains: bool  #: What `self.training` is.
-    without: str  #: What is not there, `process-group` or `cuda`.
+    names: Mapping[str, Any]  #: The parameters to which every call on the way passes the same constant.
+    attributes: Mapping[str, Any]  #: The attributes to which the whole codebase assigns a single value.
+    trains: bool  #: The value of `self.training`.
+    without: str  #: What is absent, `process-group` or `cuda`; empty if nothing is assumed.
     definition: Callable[[str], CodeUnit | Class | None]
     depth: int = 0  #: How many functions were asked for their answers on the way.
 
@@ -317,6 +320,7 @@ class _Values:
         if kind == "const":
             return parts[0]
         if kind == "name":
+            # `__name__` is any text but "__main__": a module that is imported.
             return "imported" if parts[0] == "__name__" else self.names.get(parts[0], _UNKNOWN)
         if kind == "self":
             return self.attributes.get(parts[0], _UNKNOWN)
@@ -324,7 +328,8 @@ class _Values:
             return self.trains
         if kind == "else":
             value = self.value(parts[0])
-            return parts[2] if value is _UNKNOWN and parts[1] == self.without else value
+            absent, assumed = parts[1:]
+            return assumed if value is _UNKNOWN and absent == self.without else value
         if kind == "call":
             if not self.without or self.depth >= _DEPTH:
                 return _UNKNOWN
@@ -340,9 +345,10 @@ class _Values:
             return _UNKNOWN if value is None else not value
         if op in ("and", "or"):
             values = [self.truth(operand) for operand in operands]
-            if (op == "or") in values:
-                return op == "or"
-            return _UNKNOWN if None in values else op == "and"
+            deciding = op == "or"  # a True decides `or`, and a False decides `and`
+            if deciding in values:
+                return deciding
+            return _UNKNOWN if None in values else not deciding
         left, right = map(self.value, operands)
         if left is _NOT_NONE and right is None and op in ("is", "is not"):
             return op == "is not"
@@ -394,13 +400,10 @@ def roots(codebase: Codebase, cls: Class) -> tuple[list[CodeUnit], list[Class]]:
     """Returns the methods that a run calls if its entry is a class, and the classes of which it makes objects: the
     class, and those that its constructor's annotations name.
     """
-    methods = []
-    for name in _NETWORK:
-        unit = codebase.method(cls, name)
-        if unit is not None:
-            methods.append(unit)
+    known = codebase.methods(cls)
+    methods = [known[name] for name in _NETWORK if name in known]
     defined = [unit for unit in cls.module.units.values() if unit.owner is cls]
-    if not methods:  # no network: all public methods
+    if not methods:  # the class is no network: all public methods
         methods = [unit for unit in defined if not unit.name.rpartition(".")[2].startswith("_")]
     # A class method that calls `cls(...)` makes an object.
     for unit in (unit for unit in defined if "classmethod" in unit.decorators):

@@ -122,9 +122,7 @@ def _read(codebase: Codebase) -> list[Site]:
 def _report(
     path: Path, codebase: Codebase, entries: Sequence[str], folders: Sequence[Path], found: list[Site]
 ) -> ScanReport:
-    """Returns the report of a codebase that was read: its findings, with reach, guard and covering patches. Refuses an
-    entry in a file that could not be read.
-    """
+    """Returns the report of a codebase that was read; refuses an entry in a file that could not be read."""
     for entry, unread in itertools.product(entries, codebase.unread):
         names = entry.partition(":")[0].replace(".", "/")
         if f"/{unread.file}".endswith((f"/{names}.py", f"/{names}/__init__.py")):
@@ -153,7 +151,7 @@ def _report(
             known.append((site, "path" if starts else "unknown"))
         elif training.may_run(site):
             known.append((site, "training"))
-        elif not site.if_none:  # else a call gives the argument, and nothing is wrong there
+        elif not site.if_none:  # else calls pass the argument, and there is no finding
             known.append((site, "off"))
     all_sites = [site for site, _ in known]
     covering = _Coverage(patches, unpatched, patched, all_sites).of_all(all_sites)
@@ -293,11 +291,8 @@ def _constructor_leads_to(codebase: Codebase, cls: Class, direct: set[CodeUnit])
     """Returns whether a class's constructor leads to a function in `direct` through its methods; never for autograd."""
     if _is_autograd(codebase, cls):
         return False
-    pending = []
-    for name in ("__init__", "__post_init__"):
-        unit = codebase.method(cls, name)
-        if unit is not None:
-            pending.append(unit)
+    methods = codebase.methods(cls)
+    pending = [methods[name] for name in ("__init__", "__post_init__") if name in methods]
     seen = set(pending)
     while pending:
         unit = pending.pop()
@@ -305,7 +300,7 @@ def _constructor_leads_to(codebase: Codebase, cls: Class, direct: set[CodeUnit])
             return True
         chains = [call.chain for call in unit.facts.calls if len(call.chain) == 2 and call.chain[0] == unit.first]
         for _, name in chains:
-            method = codebase.method(cls, name)
+            method = methods.get(name)
             if method is not None and method not in seen:
                 seen.add(method)
                 pending.append(method)
@@ -393,7 +388,7 @@ def _keys_of_dictionaries(file: Path) -> Iterator[str]:
 
 
 class _Coverage:
-    """Which patches take care of a finding."""
+    """Tells which patches take care of a finding."""
 
     def __init__(self, patches: Patches, unpatched: Reached, patched: Reached, sites: Iterable[Site]) -> None:
         """Finds the patches under which no process group is made: they cover all findings that need a group."""
@@ -420,6 +415,7 @@ class _Coverage:
             if site.kind != "alias":
                 by_function.setdefault(site.unit.dotted, []).append(ids)
         for site, ids in zip(sites, covering, strict=True):
+            # For an alias the ids of each finding of its function, all of which must be covered.
             needed = by_function.get(site.uses, [self._group_patches]) if site.kind == "alias" else [ids]
             yield tuple(dict.fromkeys(id for part in needed for id in part)) if all(needed) else ()
 

@@ -89,9 +89,7 @@ def bodies(tree: ast.Module) -> tuple[list[Body], dict[str, ast.ClassDef]]:
 
 
 def _guards_after(statement: ast.stmt) -> Guards:
-    """Returns the conditions of the code after a statement that may jump away: after `if x: return`, that x is false.
-    Nothing runs after a `return` alone.
-    """
+    """Returns the conditions of the code after a statement that may jump: after `if x: return`, that x is false."""
     if isinstance(statement, _JUMPS):
         return (NEVER,)
     if isinstance(statement, ast.If):
