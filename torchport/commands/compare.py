@@ -42,8 +42,6 @@ def command(a: Path, b: Path, floor: Path | None, as_json: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The result of `torchport compare`."""
-
     a: FinishedRun
     b: Distance  #: How far B is from A.
     #: The distance from A of A's job on another mesh: rounding alone; None if no such run was named.

@@ -140,9 +140,9 @@ def _disk() -> list[Diagnosis]:
         while not existing.exists():
             existing = existing.parent
         free = shutil.disk_usage(existing).free
-        is_writable = os.access(existing, os.W_OK)
-        state: State = "ok" if is_writable and free > machine.GIB else "bad"
-        fact = f"{folder}: {size_text(free)} free" + ("" if is_writable else ", not writable: choose another")
+        writable = os.access(existing, os.W_OK)
+        state: State = "ok" if writable and free > machine.GIB else "bad"
+        fact = f"{folder}: {size_text(free)} free" + ("" if writable else ", not writable: choose another")
         findings.append(Diagnosis(state, what, fact))
     return findings
 

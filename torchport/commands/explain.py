@@ -72,7 +72,6 @@ def command(id: str | None, everything: bool, web: bool) -> None:
     text = page().rstrip() if id is None else section(id)  # raises for an unknown id, also with --web
     if web:
         packages = importlib.metadata.distributions(name="torchport")
-        # Each is a label and an address: `Documentation, https://...`.
         urls = [url.split(", ") for package in packages for url in package.metadata.get_all("Project-URL", ())]
         site = dict(urls).get("Documentation")
         if site is None:

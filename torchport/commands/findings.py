@@ -196,8 +196,7 @@ def as_junit(report: Report) -> str:
     everything: list[Case | Finding] = [*report.cases, *report.findings]
     for item in everything:
         file, _ = _file_and_line(item.place)
-        # A finding of a patch goes to the patch's file, even if its place is in upstream's file.
-        if isinstance(item, Finding) and item.patch:
+        if isinstance(item, Finding) and item.patch:  # a finding at upstream's file goes to the patch's file
             place = next((case.place for case in report.cases if case.patch == item.patch), item.place)
             file, _ = _file_and_line(place)
         suites.setdefault(file, {}).setdefault((item.patch, item.step), []).append(item)

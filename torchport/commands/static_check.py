@@ -235,8 +235,8 @@ def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tupl
         try:
             card, document = pack.card(name)
         except UnknownNameError as error:
-            if extended[name] is None:  # there is no card `name`
-                raise
+            if extended[name] is None:
+                raise  # no such card
             report.add(error, "schema")  # it extends a card that does not exist
             continue
         except TorchportError as error:

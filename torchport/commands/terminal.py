@@ -132,7 +132,6 @@ class _Formatter(logging.Formatter):
     """Escapes control characters in log lines, as from file names; adds `seconds` since the command began."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns a record as a log line, and sets its `seconds`."""
         record.seconds = record.relativeCreated / 1000
         return _escaped_lines(super().format(record))
 
@@ -201,7 +200,6 @@ class _Output:
             return attribute
 
         def checked(*texts: str) -> Any:
-            """Calls the stream's `write` or `flush`."""
             try:
                 return attribute(*texts)
             except OSError as error:

@@ -90,11 +90,11 @@ def _verdict_line(report: TraceReport, patched: bool) -> str:
     """Returns the last line of a trace: `1 place stops denoise, decode with the card's patches`."""
     if not report.stages:
         return "no stage was traced"
-    stages = ", ".join(report.stages)
-    patches = "with the card's patches" if patched else "without the card's patches"
-    if not report.stoppers:
-        return f"nothing stops {stages} {patches}"
-    if len(report.stoppers) == 1:
-        return f"1 place stops {stages} {patches}"
-    text = f"{len(report.stoppers)} places stop {stages} {patches}"
-    return f"{text}; after the first place, the trace goes on under the assumptions above"
+    word = "with" if patched else "without"
+    traced = f"{', '.join(report.stages)} {word} the card's patches"
+    count = len(report.stoppers)
+    if count == 0:
+        return f"nothing stops {traced}"
+    if count == 1:
+        return f"1 place stops {traced}"
+    return f"{count} places stop {traced}; after the first place, the trace goes on under the assumptions above"

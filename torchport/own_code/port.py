@@ -160,11 +160,11 @@ def _mesh(mesh: Mapping[Axis, int] | Mesh) -> Mesh:
         order = [list(mesh.axis_names).index(axis) for axis in shard.AXES if axis in sizes]
         devices = mesh.devices.transpose(order).reshape([sizes.get(axis, 1) for axis in shard.AXES])
         return Mesh(devices, shard.AXES, axis_types=(AxisType.Auto,) * len(shard.AXES))
-    hush_libtpu()  # before JAX gives out a device
+    hush_libtpu()  # before `jax.devices()`
     available = jax.devices()
     count = math.prod(sizes.values())
-    if count > len(available):  # fewer are allowed: then the first devices are taken
-        shard.check_mesh(sizes, len(available), f"this process ({available[0].platform})", rules.MESH)
+    if count > len(available):
+        shard.check_mesh(sizes, len(available), f"this process ({available[0].platform})", rules.MESH)  # raises
     if count < 1:
         raise MeshError(rules.MESH, f"It takes {count} devices", "Give each axis a size of 1 or more")
     return shard.make_mesh(sizes, available[:count])

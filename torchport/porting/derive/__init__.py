@@ -106,8 +106,8 @@ def derived_card(model: str, name: str | None = None) -> tuple[str, str, str]:
             data = card_of(trial, observed, name or model)
         except refusals() as error:
             line = line_of(error)
-            if not line:  # no line of upstream raised it: the mistake is ours
-                raise
+            if not line:
+                raise  # our own mistake
             fact = f"It stops at {line}: {brief(error)}"
             raise BadValueError(place, fact, "Write a card for it: docs/cards.md") from error
     demo = job_of(data, observed, cls)
@@ -329,7 +329,7 @@ def _encoding(trial: PipelineTrial, observed: Observed, network: str, before: Se
     known = inspect.signature(cls.encode_prompt).parameters
     takes = inspect.signature(cls.__call__).parameters
     encode = {}
-    if not trial.answers:  # else the pipeline itself calls `encode_prompt`
+    if not trial.answers:
         for name, value in observed.encoding.items():
             is_argument = name in known and name not in (*_PASSED, "kwargs")
             if is_argument and value is not None and value != known[name].default:

@@ -45,8 +45,6 @@ _NEEDED_PARTS = ("transformer", "unet", "text_encoder", "tokenizer", "vae")
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePart:
-    """A component of a pipeline."""
-
     name: str  #: An argument of the pipeline's constructor.
     cls: Any
     kind: Kind

@@ -566,7 +566,6 @@ def _noted_encoding(encode: Callable[..., Any], observed: Observed, *args: Any, 
             texts = bound.arguments.keys() & {"prompt", "prompts", "negative_prompt"}
             bound.arguments |= {name: _longer(bound.arguments[name]) for name in texts}
             observed.longer = _as_list(encode(*bound.args, **bound.kwargs))
-        # A second call with another prompt is the call for the negative prompt.
         elif observed.encodings == 2 and bound.arguments.get("prompt") != observed.encoding.get("prompt"):
             observed.negative = _as_list(returned)
         return returned

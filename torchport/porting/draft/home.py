@@ -22,15 +22,13 @@ class Piece:
     """A text to write into a file of a pack."""
 
     file: str  #: Its path below the pack's folder.
-    text: str  #: What is written; where the file is there, what is added at its end.
+    text: str
     head: str = ""  #: What stands before the text in a new file.
-    mode: str = "append"  #: `append` adds to a file that is there, `new` refuses one, `whole` writes it anew.
+    mode: str = "append"  #: For a file that exists: `append` adds the text, `new` refuses, `whole` replaces the file.
 
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    """The folder of a pack that drafts are written to."""
-
     root: Path
 
     def text(self, file: str) -> str:
@@ -70,7 +68,7 @@ class Home:
         tree = parsing.tree(before, as_named(path))
         known = {node.name: node.lineno for node in tree.body if isinstance(node, DEFINITIONS)}
         names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-        known |= {name.id: name.lineno for name in names if name.col_offset == 0}  # the module's own variables
+        known |= {name.id: name.lineno for name in names if name.col_offset == 0}  # variables of the module
         for node in ast.parse(piece.text).body:
             if isinstance(node, DEFINITIONS) and node.name in known:
                 place = f"{as_named(path)}:{known[node.name]}"

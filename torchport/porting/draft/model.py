@@ -180,7 +180,7 @@ def is_rotary(name: str, value: Any) -> bool:
 def shares(parts: Sequence[int], total: int) -> list[int]:
     """Returns even numbers of the sum `total`, about in proportion to `parts`: [8, 8, 8] for [1, 1, 1] and 24."""
     numbers = [max(2, part * total // sum(parts) // 2 * 2) for part in parts]
-    numbers[-1] += total - sum(numbers)  # the last takes what rounding left
+    numbers[-1] += total - sum(numbers)
     return numbers
 
 

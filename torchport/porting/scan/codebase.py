@@ -477,8 +477,6 @@ _NOT_ENTERED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """One file of a codebase."""
-
     file: Path
     path: str  #: Its path below the folder, with forward slashes.
 

@@ -1,8 +1,7 @@
 """What is kept of a function when its syntax tree is dropped: calls, reads and imports, each with its conditions.
 
-A condition becomes a term: a tuple of an operation and its operands, which are terms, such as `("not", ("self",
-"flag"))`. None stands for what the source does not show. Some values are only assumed: without a process group, its
-size is 1, and without CUDA, `torch.cuda.is_available()` is False.
+A condition becomes a term: a tuple of an operation and its operands, such as `("not", ("self", "flag"))`. None stands
+for what the source does not show. Without CUDA or a process group, some values are assumed.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class Called:
     chain: tuple[str, ...]  #: What is called, as `("a", "b")` for `a.b()`; empty for `f().b()`.
     name: str  #: The full name of the chain; empty where no known import or definition binds it.
     attribute: str  #: The method `b` of `f().b()`; empty with a chain.
-    of_super: bool  #: Whether it is a method of `super()`.
+    of_super: bool  #: As in `super().b()`.
     arguments: tuple[Term, ...]  #: Arguments by position, up to the first `*arguments`.
     keywords: tuple[tuple[str, Term], ...]
-    starred: bool  #: Whether it has `*` or `**` arguments.
+    starred: bool  #: It passes `*a` or `**b`.
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -81,13 +80,11 @@ class Imported:
     modules: tuple[str, ...]  #: The full names of the modules that it may run.
     packages: tuple[str, ...]  #: Their top-level packages; none for a relative import.
     aliases: tuple[tuple[str, str, int], ...]  #: Of `from m import name`: the name, what it is in full, the line.
-    always: bool  #: Whether it stands under no condition.
+    always: bool  #: Under no condition.
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Facts:
-    """What a function does."""
-
     references: tuple[Called | Read | Imported, ...] = ()
     assigned: frozenset[str] = frozenset()  #: The parameters that it assigns to.
     nones: frozenset[str] = frozenset()  #: The parameters that it sets to None.

@@ -60,8 +60,7 @@ class Reached:
     Args:
         patches: The patches that are in force: what they replace does not run. None: no patches.
         trains: Whether networks are in training.
-        without: What is absent, `process-group` or `cuda`, which decides the conditions that ask for it. Empty: the
-            source alone decides them.
+        without: What is absent, `process-group` or `cuda`, which decides conditions that ask for it; empty for none.
     """
 
     def __init__(
@@ -298,7 +297,7 @@ class _Values:
 
     names: Mapping[str, Any]  #: The parameters to which every call on the way passes the same constant.
     attributes: Mapping[str, Any]  #: The attributes to which the whole codebase assigns a single value.
-    trains: bool  #: The value of `self.training`.
+    trains: bool  #: What `self.training` is.
     without: str  #: What is absent, `process-group` or `cuda`; empty if nothing is assumed.
     definition: Callable[[str], CodeUnit | Class | None]
     depth: int = 0  #: How many functions were asked for their answers on the way.

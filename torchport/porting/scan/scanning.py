@@ -415,7 +415,6 @@ class _Coverage:
             if site.kind != "alias":
                 by_function.setdefault(site.unit.dotted, []).append(ids)
         for site, ids in zip(sites, covering, strict=True):
-            # For an alias the ids of each finding of its function, all of which must be covered.
             needed = by_function.get(site.uses, [self._group_patches]) if site.kind == "alias" else [ids]
             yield tuple(dict.fromkeys(id for part in needed for id in part)) if all(needed) else ()
 

@@ -29,7 +29,7 @@ class _Guard(NamedTuple):
 Guards = tuple[_Guard, ...]
 NEVER = _Guard(ast.Constant(False), True)  # no code runs under it
 TRIED = _Guard(ast.Constant(True), True)
-"""Stands among the conditions of what may fail: it is in a `try` that goes on without it."""
+"""Stands among the conditions of code in a `try` that may fail without ending the function."""
 _JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
@@ -37,7 +37,7 @@ class Act(enum.IntEnum):
     """What an event does."""
 
     CALL = enum.auto()
-    CHAIN = enum.auto()  #: A name, or names with points between them, that are read and not called.
+    CHAIN = enum.auto()  #: A name such as `a`, or a chain such as `a.b.c`, that is read and not called.
     TEST = enum.auto()  #: A condition of `if`, `while`, `assert`, `a if b else c`, or of a comprehension.
     INDEX = enum.auto()  #: A subscript that is read.
     WRITE = enum.auto()  #: A subscript that is assigned to; its value is the second node.
@@ -59,8 +59,8 @@ class Event:
     guards: Guards  #: The conditions that it stands under.
     loop: bool  #: Whether it is in a loop.
     chain: tuple[str, ...] = ()  #: The names of what a CALL calls or a CHAIN reads; empty for `f().b`.
-    value: ast.expr | None = None  #: A second node: of an assignment its value, of a loop what it runs over.
-    loops_over: bool = False  #: Whether `value` is run over and not assigned.
+    value: ast.expr | None = None  #: A second node: the value of an assignment, or the iterable of a loop.
+    loops_over: bool = False  #: Whether `value` is the iterable of a loop.
 
 
 @dataclasses.dataclass(eq=False)
@@ -148,8 +148,8 @@ class _Walk:
                     self._target(item.optional_vars, item.context_expr)
             self.statements(node.body)
         elif isinstance(node, (ast.Try, ast.TryStar)):
-            may_fail = bool(node.handlers) and not _jumps(node.handlers[-1].body)  # the code after it runs, too
-            self._under(node.body, *([TRIED] if may_fail else []))
+            goes_on = bool(node.handlers) and not _jumps(node.handlers[-1].body)  # after an error, too
+            self._under(node.body, *([TRIED] if goes_on else []))
             for body in (*(handler.body for handler in node.handlers), node.orelse, node.finalbody):
                 self.statements(body)
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
@@ -340,7 +340,7 @@ class _WalkAtImport(_Walk):
         self.bodies.append(body)
         walk = _Walk(body.events)
         walk.head(node)
-        # The calls in its defaults and decorators run where it is defined.
+        # The calls in its defaults and decorators run where it is defined: they are the module's events.
         called = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list]
         at_import = [event for event in body.events if event.act is Act.CALL and event.node not in node.decorator_list]
         body.events[:] = [event for event in body.events if event not in at_import]

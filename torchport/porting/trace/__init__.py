@@ -42,8 +42,8 @@ class Program:
     """What XLA would compile for a stage's network."""
 
     stage: str
-    times: int  #: How often the stage calls it in this job; 0 for one of another job.
-    because: str  #: What makes it another program than the stage's first; empty of that.
+    times: int  #: How often the stage calls it in this job; 0 if only another job would.
+    because: str  #: Why it is not the stage's first program; empty for the first.
 
 
 def trace(request: Request, patched: bool = True) -> TraceReport:
@@ -51,8 +51,8 @@ def trace(request: Request, patched: bool = True) -> TraceReport:
 
     Args:
         request: The job; it needs no prompt, and no weights are read.
-        patched: Whether the card's patches are in force. Without them, the shapes of the inputs are still those that
-            the patched stages make.
+        patched: Whether the card's patches are in force. Without them, the inputs still have the shapes that the
+            stages make under the patches.
     """
     accept(request, dry=True)  # refusals come before a process is started
     with waiting(f"trace {request.model}"):
@@ -76,8 +76,8 @@ def called(request: Request) -> Calls:
     for stage in task.stages:
         if stage.network is not None and stage.like is not None:
             with in_force(task, [stage]):
-                # Without what `pickle` cannot carry.
                 calls = _network_calls(task, stage)
+                # `pickle` cannot carry the outputs to the parent process.
                 result[stage.name] = [dataclasses.replace(call, output=None, kept={}) for call in calls]
     return result
 
@@ -107,7 +107,9 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
             if not notes.stoppers:
                 raise
             # The values that were assumed after a stopper may be the reason: the refusal is one more stopper.
-            stopper = Stopper(error.id, stage.name, error.place, error.fact, error.remedy, [], 0, "", ends)
+            stopper = Stopper(
+                error.id, stage.name, error.place, error.fact, error.remedy, frames=[], folded=0, entry="", assumed=ends
+            )
             notes.stoppers.setdefault((error.id, error.place), stopper)
         else:
             if raised.error is not None:
@@ -121,12 +123,14 @@ def _trace_stage(
     task: Task, stage: Stage, notes: Notes, calls: Calls | None, operators: dict[str, str]
 ) -> list[Program]:
     """Traces a stage's network for each set of its inputs, adds its operators to `operators`, and returns its programs.
-    For a trace without patches, which returns no programs, `calls` are the recorded calls.
+    `calls` are the recorded calls for a trace without patches, which returns no programs; None applies the patches.
     """
     patches = task.patches([stage])
     # Patches of torchax mend the engine and not upstream: they are in force in any trace.
     entries = patches if calls is None else [entry for entry in patches if entry.upstream == "torchax"]
-    on_shapes, lowered = _going_on(stage, notes, lowers=False), _going_on(stage, notes, lowers=True)
+    # The network is called twice: on shapes alone, which gives its inputs, and to be lowered.
+    on_shapes = _going_on(stage, notes, lowers=False)
+    lowered = _going_on(stage, notes, lowers=True)
     with assumed(notes), modules_go_on(notes):
         with in_force(task, [stage], entries=entries, explained=False) as ledger, lowerings(ledger):
             network.check_classes(task)
@@ -146,8 +150,8 @@ def _trace_stage(
 
 
 def _going_on(stage: Stage, notes: Notes, lowers: bool) -> Stage:
-    """Returns a copy of a stage whose call and `prepare` note errors and go on. If `lowers`, constants are noted; else
-    its network is called on shapes alone.
+    """Returns a copy of a stage whose call and `prepare` note errors and go on. If `lowers`, the network is lowered
+    and constants are noted, too; otherwise it is called on shapes alone.
     """
     call, prepare = stage.call, stage.prepare
 
@@ -177,11 +181,12 @@ def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], n
     with other settings is not noted: it does not stop this job.
     """
     first = calls[0]
-    result = [Program(stage.name, first.times, "")]
+    result = [Program(stage.name, first.times, because="")]
     result += [Program(stage.name, call.times, _difference(first, call)) for call in calls[1:]]
     for words, other in _other_jobs(task):
         try:
             with notes.of_another_job(), Raised() as raised:
+                # The calls that differ from every call of this job.
                 new = [call for call in _network_calls(other, stage) if all(_difference(call, old) for old in calls)]
                 result += [Program(stage.name, 0, f"{words}: {_difference(first, call)}") for call in new]
             error: BaseException | None = raised.error
@@ -197,7 +202,8 @@ def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], n
 
 def _other_jobs(task: Task) -> Iterator[tuple[str, Task]]:
     """Yields jobs with other settings that a service may be asked for, each with the difference in words."""
-    scale, steps = (1.0 if task.settings.guidance_scale > 1.0 else 5.0), task.settings.steps + 1
+    scale = 1.0 if task.settings.guidance_scale > 1.0 else 5.0  # at 1.0 there is no guidance
+    steps = task.settings.steps + 1
     with_scale = dataclasses.replace(task.settings, guidance_scale=scale)
     with_steps = dataclasses.replace(task.settings, steps=steps)
     word = "without" if scale == 1.0 else "with"

@@ -44,14 +44,14 @@ def is_networks(value: Any) -> bool:
 
 
 class GoingOn(TorchFunctionMode):
-    """A mode in which a function of torch that raises is noted, and returns a plausible value."""
+    """A mode that notes functions of torch that raise, and returns plausible values; if `counts`, also constants."""
 
     def __init__(self, notes: Notes, counts: bool) -> None:
         super().__init__()
         self.notes = notes
         self.counts = counts
-        self.made: Any = WeakIdKeyDictionary()  # the line that made a tensor of the host
-        self.by: Any = WeakIdKeyDictionary()  # the function that made a truth value
+        self.made: Any = WeakIdKeyDictionary()  # by tensor of the host, the line that made it
+        self.by: Any = WeakIdKeyDictionary()  # by tensor of a truth value, the function that made it
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch, or notes why it raises and assumes a result. Notes host tensors in the network."""
@@ -147,7 +147,7 @@ class GoingOn(TorchFunctionMode):
             self.notes.record(error, "nothing is written", made)
             return args[0]
         self.notes.record(error, "the host's tensor is zeros of the network", made)
-        narrow = {torch.float64: torch.float32, torch.complex128: torch.complex64}  # the network has no wider ones
+        narrow = {torch.float64: torch.float32, torch.complex128: torch.complex64}  # the network has no wide dtypes
 
         def replaced(leaf: torch.Tensor) -> torch.Tensor:
             if not constants.is_host(leaf):
@@ -261,7 +261,7 @@ def is_needed(file: str, line: int) -> bool:
 
 
 INNER = 1
-"""Calls of modules around one that may be left out: the network's own."""
+"""How many calls of modules are around a module whose error is mended: at least the network's own."""
 _MEMORY = 80 * 2**30
 _PROPERTIES = types.SimpleNamespace(name="assumed", total_memory=_MEMORY, major=9, minor=0, multi_processor_count=132)
 _ANSWERS: dict[str, dict[str, Any]] = {
@@ -347,7 +347,6 @@ def modules_go_on(notes: Notes) -> Iterator[None]:
     depth = 0
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Calls a module; if it raises inside of the network, notes the error and returns an assumed output."""
         nonlocal depth
         depth += 1
         try:

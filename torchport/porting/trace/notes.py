@@ -24,8 +24,8 @@ class Stopper:
     remedy: str
     frames: list[str]  #: The foreign frames that lead there, as lines, upstream's own last.
     folded: int  #: How many frames are left out: JAX's, torch's, torchport's.
-    entry: str  #: Empty for none.
-    assumed: str  #: What is assumed then.
+    entry: str  #: An entry to paste into a file of patches; empty for none.
+    assumed: str  #: What the trace goes on with.
     times: int = 1  #: How often it was met.
 
 
@@ -47,7 +47,7 @@ class Notes:
 
     owners: Owners
     stage: str = ""
-    #: Whether the network is being lowered. It is called on shapes alone before, and that is no second time.
+    #: Whether the network is being lowered. Before that it is called on shapes alone, and meets the same places.
     lowers: bool = False
     stoppers: dict[tuple[str, str], Stopper] = dataclasses.field(default_factory=dict)
     constants: dict[tuple[str, str, tuple[int, ...]], Constant] = dataclasses.field(default_factory=dict)
@@ -71,8 +71,9 @@ class Notes:
         kind = type(error) if isinstance(error, HostTensorError) else failure.kind()
         key = kind.id, frame.place
         if key in self.stoppers:
-            # The network runs twice, on shapes and lowered: only one of the two passes counts.
-            self.stoppers[key].times += self._met_lowered[key] == self.lowers
+            # The network runs twice, on shapes and lowered: only the pass that met the place first counts.
+            if self._met_lowered[key] == self.lowers:
+                self.stoppers[key].times += 1
             return
         self._met_lowered[key] = self.lowers
         if isinstance(error, TorchportError):
@@ -118,7 +119,6 @@ class Raised:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> bool:
-        """Keeps and swallows an exception, unless it is a refusal of torchport's own."""
         ours = isinstance(value, TorchportError) and not isinstance(value, HostTensorError)
         if not isinstance(value, Exception) or ours:
             return False
