@@ -303,7 +303,7 @@ def _absent_builders(pack: Pack, card: Card, document: Document) -> Iterator[Tor
             yield error if path.exists() else absent
             continue
         binding = binding_at(tree, (function,))
-        if binding.node is None and not binding.open:  # open: an import of `*` or a condition may define it
+        if binding.node is None and not binding.open:  # open: it may come from an import of `*`
             known = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
             fact = f"'{as_named(path)}' has no function '{function}'"
             yield ReplacementError(place, fact, nearest(function, known))

@@ -76,7 +76,7 @@ class Draft:
     """A patch before it is filled in."""
 
     fields: Mapping[str, Any]  #: The fields of its entry.
-    python: str  #: Empty for a stub.
+    python: str  #: Source; empty for a stub.
     test: Piece  #: It fails until the patch and the test's arguments are filled in.
     left: Sequence[str]  #: What to fill in.
 

@@ -26,7 +26,7 @@ from torchport.source.bindings import STARRED, Function, bound_name, parameters
 from torchport.source.parsing import imported_from
 
 _ALSO_ON_PYPI = {"torch", "transformers", "diffusers", "datasets", "tokenizers", "accelerate", "numpy", "peft", "tests"}
-"""Packages that most codebases import from PyPI: a folder is no import root only because it holds a `datasets`."""
+"""Packages that most codebases import from PyPI: that a folder holds a `datasets` does not make it an import root."""
 _DEPTH = 12
 """How many imports a name is followed through."""
 _PARSED = 1000

@@ -186,7 +186,7 @@ class Reached:
                         self._reach(unit, open_caller, open_call)
 
     def _call_in_any_class(self, name: str, unit: CodeUnit, call: Called | None = None) -> None:
-        """Follows a method's call on an object of unknown class: of any class whose objects are made, now or later."""
+        """Follows a method call on an object of unknown class: it may be of any class that is made, now or later."""
         if call is None and id(unit) in self._open_calls[name, None]:
             return  # nothing is known of its arguments, so a second time adds nothing
         self._open_calls[name, None][id(unit if call is None else call)] = unit, call  # by `id`, each call once
