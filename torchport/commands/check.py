@@ -449,7 +449,7 @@ def _not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
             return Report([error_finding(error, "called")])
         report = Report()
         for stage in STAGES:
-            names = card.patch_names(stage, {})
+            names = card.patch_names(stage, implementations={})  # the card's defaults
             if not names:
                 continue
             rows = json.loads((out / f"{stage}.json").read_text(encoding="utf-8"))["patches"]

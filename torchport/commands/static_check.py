@@ -194,7 +194,7 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
     sound = []  # jobs are tried with these cards alone: with another card, an error could follow from its mistake
     mistaken: set[str] = set()
     for card, document in cards:
-        report.cases.append(Case(document.place(), "", "card"))
+        report.cases.append(Case(document.place(), patch="", step="card"))
         # A mistake of a card is reported for that card alone, and not for the cards that extend it.
         inherits = card.extends in mistaken
         mistakes = [] if inherits else list(_mistakes(pack, card, document))
@@ -243,7 +243,7 @@ def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tupl
             report.add(error, "schema")
             unread.add(name)
             continue
-        report.cases.append(Case(document.place(), "", "schema"))
+        report.cases.append(Case(document.place(), patch="", step="schema"))
         cards.append((card, document))
     return cards
 
@@ -268,7 +268,7 @@ def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportE
                 if versions.outcome(entry, probe=False) is None:
                     fitting.append(entry)
         try:
-            patch_set.check_claims([], fitting)  # raises if two patches of a stage change the same target
+            patch_set.check_claims(running=[], fresh=fitting)  # raises if two patches of a stage change the same target
         except TorchportError as error:
             yield error
     try:
@@ -377,9 +377,9 @@ def _check_config(pack: Pack, file: Path, cards: Sequence[Card], is_whole: bool,
     try:
         pack.highest(f"configs/{file.name}")  # raises if the file hides one in a lower pack
         job, document = pack.job(str(file))
-        report.cases.append(Case(document.place(), "", "schema"))
+        report.cases.append(Case(document.place(), patch="", step="schema"))
         parse_machine(job.machine, document.place(["machine"]))  # raises for an unknown machine
-        report.cases.append(Case(document.place(), "", "job"))
+        report.cases.append(Case(document.place(), patch="", step="job"))
     except TorchportError as error:
         report.add(error, "schema")
         return

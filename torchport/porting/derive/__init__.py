@@ -294,7 +294,7 @@ def published_job_of(card: Mapping[str, Any], demo: Mapping[str, Any], cls: Any)
     Where the pipeline takes a size from its weights, a picture has 1024 x 1024 pixels, a video 480 x 832 and 49 frames.
 
     Args:
-        demo: The job of the card's demo, whose mesh has as many devices.
+        demo: The job of the card's demo. Its mesh, of eight devices, stays.
     """
     takes, unit = inspect.signature(cls.__call__).parameters, card["size_multiple_of"]
     defaults = {field: takes[name].default for name, field in card["call"]["settings"].items()}
@@ -302,7 +302,7 @@ def published_job_of(card: Mapping[str, Any], demo: Mapping[str, Any], cls: Any)
     usual = {"height": 1024, "width": 1024} if is_picture else {"height": 480, "width": 832, "frames": 49}
     numbers = {field: value for field, value in defaults.items() if field in demo and isinstance(value, int | float)}
     job = {**demo, "steps": 50, **usual, **numbers}
-    job["steps"] = taken_steps(cls, job["steps"], {})
+    job["steps"] = taken_steps(cls, job["steps"], arguments={})
     job |= {field: job[field] // unit * unit for field in ("height", "width")}
     rate = re.search(r"export_to_video\(.*\bfps=(\d+)", inspect.getsource(inspect.getmodule(cls) or cls))
     job |= {"fps": _frame_rate(cls, card, usual=int(rate[1]) if rate else 8)}
@@ -475,7 +475,7 @@ def _patches(trial: PipelineTrial, call: Mapping[str, Any]) -> dict[str, list[st
     result: dict[str, list[str]] = {}
     network, encodes = call["network"], trial.image is not None or "vae" in call.get("before", ())
     stages = {"denoise": network} | ({} if "host" in call else {"decode": "vae"})
-    built = {name: trial.configurations.on_meta(name, {}) for name in stages.values()}
+    built = {name: trial.configurations.on_meta(name, changes={}) for name in stages.values()}
     for stage, name in stages.items():
         classes = set(_class_names(built[name]))
         # A file that is for decoding alone must not change the encoder of an image or a video.

@@ -243,7 +243,8 @@ def _network_arguments(cls: Any) -> dict[str, Any]:
     sizes = [name for name in known if name.endswith("_attention_head_dim") and not _HEAD_SIZE_NAME.fullmatch(name)]
     with_heads = [name for name in sizes if name.replace("attention_head_dim", "num_attention_heads") in known]
     values |= dict.fromkeys(with_heads, _WIDTHS[0] // 4)
-    values |= {name: _WIDTHS[0] for name in ("caption_channels",) if type(known.get(name)) is int}
+    if type(known.get("caption_channels")) is int:
+        values["caption_channels"] = _WIDTHS[0]
     rotary = {name: shares(value, HEAD_SIZE) for name, value in known.items() if is_rotary(name, value)}
     values |= rotary
     has_size = any(_HEAD_SIZE_NAME.fullmatch(name) for name in known)
@@ -297,7 +298,7 @@ def _encoder_arguments(cls: Any, width: int) -> dict[str, Any]:
     nested_classes = getattr(cls.config_class, "sub_configs", {})
     for name, nested in cls.config_class().to_dict().items():
         if (name.endswith("_config") or name in nested_classes) and isinstance(nested, dict):
-            kept = {key: nested[key] for key in ("model_type",) if key in nested}
+            kept = {"model_type": nested["model_type"]} if "model_type" in nested else {}
             numbers = _encoder_numbers([Argument(key, nested[key]) for key in nested if key[0] != "_"], width)
             values[name] = kept | numbers | _rotary_axes(nested_classes.get(name), width)
     return values
@@ -387,7 +388,7 @@ class Configurations:
         ValueError if it has more parameters than a tiny one may have.
         """
         if component in self.values:
-            count = sum(weight.numel() for weight in self.on_meta(component, {}).parameters())
+            count = sum(weight.numel() for weight in self.on_meta(component, changes={}).parameters())
             if count > LARGEST:
                 raise ValueError(f"The tiny '{component}' has {count:,} parameters")
         tokenizer = self.tokenizers.get(component)

@@ -91,8 +91,6 @@ class Observed:
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """Where a trial stopped."""
-
     error: Exception
     component: str | None  #: The component whose module raised; None if the pipeline's own code did.
     module: str = ""  #: The name of this module in the component.
@@ -286,7 +284,7 @@ class PipelineTrial:
         """Yields each change of a single argument that gives the module that raised the size of its input."""
         assert stop.component is not None and stop.wanted is not None
         attribute, size = stop.wanted
-        current = _size(self.configurations.on_meta(stop.component, {}), stop.module, attribute)
+        current = _size(self.configurations.on_meta(stop.component, changes={}), stop.module, attribute)
         values = self.configurations.all_values(stop.component)
         for name, value in values.items():
             if type(value) is not int:

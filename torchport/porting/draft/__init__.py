@@ -351,7 +351,7 @@ def _checked(request: PatchDraftRequest, drafted: Draft, home: Home, file: str, 
             fact = f"The patch '{entry.id}' is there already"
             raise TakenNameError(other.place, fact, "Change that entry, or delete it first", patch=entry.id)
     entry._place = request.place  # for the text of a conflict: the entry has no line yet
-    patch_set.check_claims([], [*read_file(path), entry] if before else [entry])
+    patch_set.check_claims(running=[], fresh=[*read_file(path), entry] if before else [entry])
     content, line = text, 1
     if before:
         content = f"{before.rstrip()}\n\n{text}"

@@ -27,7 +27,7 @@ class _Guard(NamedTuple):
 
 
 Guards = tuple[_Guard, ...]
-NEVER = _Guard(ast.Constant(False), True)  # no code runs under it
+NEVER = _Guard(ast.Constant(False), wanted=True)  # no code runs under it
 TRIED = _Guard(ast.Constant(True), True)
 """Stands among the conditions of code in a `try` that may fail without ending the function."""
 _JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
@@ -94,9 +94,9 @@ def _guards_after(statement: ast.stmt) -> Guards:
         return (NEVER,)
     if isinstance(statement, ast.If):
         if _jumps(statement.body):
-            return (_Guard(statement.test, False, isinstance(statement.body[-1], ast.Raise)),)
+            return (_Guard(statement.test, wanted=False, refused=isinstance(statement.body[-1], ast.Raise)),)
         if statement.orelse and _jumps(statement.orelse):
-            return (_Guard(statement.test, True, isinstance(statement.orelse[-1], ast.Raise)),)
+            return (_Guard(statement.test, wanted=True, refused=isinstance(statement.orelse[-1], ast.Raise)),)
     return ()
 
 
@@ -262,8 +262,8 @@ class _Walk:
     def _if_else(self, node: ast.If | ast.IfExp) -> None:
         """Notes the condition, and walks each branch under it: code under `if cuda:` needs CUDA."""
         self.test(node.test)
-        self._under(node.body, _Guard(node.test, True))
-        self._under(node.orelse, _Guard(node.test, False))
+        self._under(node.body, _Guard(node.test, wanted=True))
+        self._under(node.orelse, _Guard(node.test, wanted=False))
 
     def _under(self, part: ast.expr | list[ast.stmt], *guards: _Guard) -> None:
         """Walks an expression or statements under more conditions."""
@@ -280,7 +280,7 @@ class _Walk:
         outer = self.guards
         for value in node.values:
             self.expression(value)
-            self.guards += (_Guard(value, isinstance(node.op, ast.And)),)
+            self.guards += (_Guard(value, wanted=isinstance(node.op, ast.And)),)
         self.guards = outer
 
     def _operator(self, node: ast.BinOp | ast.Compare) -> None:
