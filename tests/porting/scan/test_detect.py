@@ -237,10 +237,11 @@ def test_a_flag_of_training_without_annotation_is_no_tensor(kinds):
 
 
 def test_an_operator_that_differs_for_all_of_its_arguments_is_a_finding():
-    """Arguments are not known without running the code: what differs for some of them, a trace finds."""
+    """Arguments are not known without running the code: what differs for some of them, or in 16 bits, a trace finds."""
     found = {name.removeprefix("torch.") for name in detect.DIFFERING | detect.BY_VALUES} | {"local_scalar_dense"}
     for name, samples in conformance.read().operators.items():
-        if any(not row.patch and not row.options for row in samples.rows):
+        rows = [row for row in samples.rows if row.dtypes - {"float16", "bfloat16"}]
+        if any(not row.patch and not row.options for row in rows):
             # `aten._unique2.default` is torch.unique, `aten.linalg_ldl_solve.default` torch.linalg.ldl_solve.
             word = name.split(".")[1].lstrip("_")
             word = re.sub(r"(?<=unique)(2|_dim)$", "", re.sub(r"^(linalg|special)_", r"\1.", word))

@@ -190,7 +190,7 @@ class PipelineTrial:
         """Makes the change that the error's text asks for; returns whether it asks for one that was not made before."""
         text = str(stop.error)
         divisor = re.search(r"divisible by\D*(\d+)", text)
-        if divisor and (self.unit is None or int(divisor[1]) % self.unit):  # else this unit was tried
+        if divisor and (self.unit is None or self.unit % int(divisor[1])):  # else the sizes are divisible already
             self.unit = math.lcm(int(divisor[1]), self.unit or 1)
             return True
         if "chat_template" in text and self.configurations.give("chat_template", TEMPLATE):
