@@ -235,6 +235,14 @@ def test_a_pipeline_has_its_package_before_its_name(tmp_path, torchport, capsys)
     ]
 
 
+@pytest.mark.parametrize(("flag", "value"), [("--upstream-path", "wan"), ("--checkpoint", "owner/repository@revision")])
+def test_a_flag_that_does_nothing_with_a_pipeline_is_refused(tmp_path, torchport, capsys, flag, value):
+    words = ("new", "model", "mine", "--pipeline", "diffusers:WanPipeline", "--out", str(tmp_path), flag, value)
+    code, _, lines = torchport(*words, capsys=capsys)
+    assert (code, lines) == (2, [f"error[TP107] {flag} {value}: It is for --entry. Leave it out."])
+    assert not any(tmp_path.iterdir())
+
+
 def test_the_command_writes_a_card_to_edit(tmp_path):
     words = ["new", "model", "mine", "--pipeline", "diffusers:WanPipeline", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", "torchport", *words], capture_output=True, text=True, check=True)

@@ -69,9 +69,9 @@ def new_patch(out: Path, upstream_path: str | None, **given: Any) -> None:
 @options.upstream_path
 @click.option("--checkpoint", metavar="DIR|REPO@REV", help="The published weights.")
 def new_model(out: Path, upstream_path: str | None, pipeline: str | None, **given: Any) -> None:
-    """Writes a model card, its demo's config and its stages, with `tiny:` from the class's own arguments.
+    """Writes a model card, its demo's config and its stages; `tiny:` has small values for the arguments of its classes.
 
-    Upstream's source is read, and nothing of it is imported, but for --pipeline: its own code runs then, with tiny
+    Upstream's source is read, and nothing of it is imported. For --pipeline, though, upstream's code runs, with tiny
     weights. Nothing that is there already is written over.
     """
     from torchport.porting.draft import home, model
@@ -85,15 +85,18 @@ def new_model(out: Path, upstream_path: str | None, pipeline: str | None, **give
         if not pipeline.startswith(DERIVED):
             fact = f"A pipeline has '{DERIVED}' before its name"
             raise BadValueError(f"--pipeline {pipeline}", fact, f"Write {DERIVED}{pipeline}")
+        for flag, value in {"--upstream-path": upstream_path, "--checkpoint": given["checkpoint"]}.items():
+            if value is not None:
+                raise BadValueError(f"{flag} {value}", "It is for --entry", "Leave it out")
         pieces = derive.pieces(pipeline, given["name"])
-        lines = home.home(out, []).write(pieces)
+        lines = home.home(out, upstreams=[]).write(pieces)  # no checkout; installed packages are refused anyway
         job = f"configs/{given['name']}_demo.yaml"
         words = ["torchport", "run", "--path", str(out), "--model", given["name"], "--config", job]
         terminal.say([*lines, f"then        {shlex.join([*words, '--prompt', 'A cat walks'])}"])
         return
     request = model.ModelDraftRequest(**_given_flags(given))
     checkout = None if upstream_path is None else checkout_folder(upstream_path)
-    with on_path(checkout):
+    with on_path(checkout):  # its source is found by the names of its modules
         lines = model.write(request, home.home(out, model.upstreams(request, checkout)), checkout)
     terminal.say([*lines, f"then        {home.check_command(out, upstream_path)}"])
 
