@@ -110,20 +110,18 @@ def test_tiny_weights_are_written_as_the_published_ones_are(plain):
 def test_a_plain_modules_arguments_are_its_configuration_with_the_defaults(plain):
     task = accept(asked(plain))
     with patch.applied([]):
-        config = network.published(task, "net").config
+        config = network.outline(task, "net").config
         assert config == {"dim": 16, "depth": 2, "channels": 4, "heads": 2, "drop": 0.1}
-        assert network.published(task, "decoder").config == {"channels": 4}
-        assert all(t.is_meta for t in (*network.published(task, "net").state_dict().values(),))
-        assert network.published(task, "net").scale.is_meta
+        assert network.outline(task, "decoder").config == {"channels": 4}
+        assert all(t.is_meta for t in (*network.outline(task, "net").state_dict().values(),))
+        assert network.outline(task, "net").scale.is_meta
 
 
 def test_the_memory_of_a_checkpoint_that_is_here_is_that_of_its_files(plain):
     folder = written(plain)
     task = accept(asked(plain, checkpoint=str(folder), backend="original"))
     with patch.applied([]):
-        expected = {
-            name: sum(t.numel() for t in network.published(task, name).parameters()) for name in ("net", "text")
-        }
+        expected = {name: sum(t.numel() for t in network.outline(task, name).parameters()) for name in ("net", "text")}
         for name, count in expected.items():
             assert preflight._host_bytes(task, name) == 4 * count
 

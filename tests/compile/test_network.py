@@ -226,9 +226,9 @@ def test_a_checkpoint_stays_whole_for_a_stage_that_reads_a_part_of_it(decoding, 
 def test_a_copy_that_others_have_keeps_its_modules(decoding):
     task, stage = decoding()
     with patch.applied(task.patches([stage])):
-        shared = network.published(task, "vae")
+        shared = network.outline(task, "vae")
         parts = network.as_shapes(task, stage)
-        again = network.published(task, "vae")
+        again = network.outline(task, "vae")
     assert not [*parts["vae"].encoder.modules()][1:]
     assert shared.encoder is not None and again.encoder is not None
 
@@ -254,7 +254,7 @@ def test_a_rule_for_modules_that_a_stage_removes_is_another_stages(decoding):
 def test_only_what_is_left_of_a_network_counts_for_the_devices(decoding):
     task, stage = decoding()
     with patch.applied(task.patches([stage])):
-        whole = network.published(task, "vae")
+        whole = network.outline(task, "vae")
         count = sum(value.numel() for value in whole.decoder.parameters())
         assert preflight._device_bytes(task, stage, "vae") == 4 * count < 4 * sum(v.numel() for v in whole.parameters())
 

@@ -37,7 +37,7 @@ def test_a_file_that_is_here_is_checked_by_its_header(tmp_path):
     task = task_of(file)
     [stage] = task.stages
     with patch.applied(task.patches([stage]), stage=stage.name):
-        shape = network.published(task, "transformer").state_dict()[f"{KEY}.weight"].shape
+        shape = network.outline(task, "transformer").state_dict()[f"{KEY}.weight"].shape
         write(file, KEY, shape)
         aot.check_loras(task, stage)
     assert aot.unchecked_loras(task) == []

@@ -181,9 +181,9 @@ def outlines(task: Task, stage: Stage) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     for name in stage.parts:
         component = task.card.components[name]
-        parts[name] = _weightless_outline(task, name) if component.dtype is None else published(task, name)
+        parts[name] = _weightless_outline(task, name) if component.dtype is None else outline(task, name)
     for name in (*stage.meta, str(stage.network)):
-        parts[name] = published(task, name)
+        parts[name] = outline(task, name)
     return parts
 
 
@@ -199,10 +199,12 @@ def _weightless_outline(task: Task, component: str) -> Any:
     return cls.from_config(dict(recipe(task, component, None).config))
 
 
-def published(task: Task, component: str) -> Any:
-    """Returns a component on meta, in the dtypes of a run. `task.shapes` keeps it, and all callers share the object."""
+def outline(task: Task, component: str) -> Any:
+    """Returns a component on meta, in a run's dtypes, as the checkpoint, or else the card, describes it. All callers
+    share the object, which `task.shapes` keeps.
+    """
     if component not in task.shapes:
-        dtype = task.dtype(component) if component in task.settings.dtypes else None
+        dtype = task.dtype(component) if component in task.settings.dtypes else None  # None for one without weights
         root = checkpoint.described(task.checkpoint, task.card)
         task.shapes[component] = load.published(*recipe(task, component, root), dtype)
     return task.shapes[component]
@@ -216,7 +218,7 @@ def parameters(task: Task, component: str) -> int:
     folder = None if root is None else task.component_folder(root, component)
     if folder is None or not load.records_config(card_part, folder) or not (folder / "config.json").is_file():
         return 0  # a scheduler or a tokenizer has another file
-    return sum(each.numel() for each in published(task, component).parameters())
+    return sum(each.numel() for each in outline(task, component).parameters())
 
 
 def restore_attributes(task: Task, component: str, module: torch.nn.Module) -> None:
@@ -264,7 +266,7 @@ def check_heads(task: Task) -> None:
     for axis, path in task.card.strategies[task.job.strategy].divides.items():
         component, _, key = path.partition(".")
         if component in networks:
-            config = load.configuration(published(task, component))
+            config = load.configuration(outline(task, component))
             place = task.card_document.place(["strategies", task.job.strategy, "divides", axis])
             if not isinstance(config.get(key), int):
                 raise BadValueError(place, f"'{path}' is no number of the checkpoint's", nearest(key, config))
@@ -292,7 +294,7 @@ def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str,
     written = of_task(task, component)
     rules, places = written.as_written.weights, written.places("weights")
     if stage.without:
-        left_out = [name for name, _ in published(task, component).named_parameters() if is_left_out(stage, name)]
+        left_out = [name for name, _ in outline(task, component).named_parameters() if is_left_out(stage, name)]
         used, used_elsewhere = shard.firsts(rules, shapes), shard.firsts(rules, left_out)
         # A rule that is used nowhere stays: `match` refuses it.
         numbers = [n for n in range(len(rules)) if n in used or n not in used_elsewhere]
@@ -369,8 +371,7 @@ def compiled(
     bounds = _score_bounds(rules, weights)
     jit = task.request.execution.jit
     cache = step_cache_of(task, stage)
-    # Without jit operators run one by one, to find NaN. A stack would be one scan, which hides the values in its
-    # blocks.
+    # Without jit operators run one by one, to find NaN. A stack would be one scan, which hides values in its blocks.
     stacks = rules.as_written.stacks if task.job.stacked and jit else {}
     call = how(stage, task)
     outputs, keeps, free = stage.outputs, stage.keeps, frozenset[str]()

@@ -109,7 +109,6 @@ class _Memory:
 
 
 def _memory(task: Task) -> _Memory:
-    """Returns the bytes that a task's stages hold, on each device and on the host."""
     device_bytes: dict[str, int] = {}
     host_bytes = []
     for stage in task.stages:
@@ -185,7 +184,7 @@ def _device_bytes(task: Task, stage: family.Stage, name: str) -> int:
     prefix = f"{stage.submodule}." if stage.submodule else ""
     shapes = {
         key.removeprefix(prefix): tuple(parameter.shape)
-        for key, parameter in network.published(task, name).named_parameters()
+        for key, parameter in network.outline(task, name).named_parameters()
         if key.startswith(prefix) and not network.is_left_out(stage, key)
     }
     written = of_task(task, name)

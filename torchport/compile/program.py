@@ -304,9 +304,7 @@ class Compiled:
         return program
 
     def _forward(self, static: Static, weights: dict[str, torch.Tensor], inputs: dict[str, Any]) -> Any:
-        """Calls the network in PyTorch, with traced `weights` in place of its parameters; refuses what a program cannot
-        repeat.
-        """
+        """Calls the network in PyTorch with traced `weights` as parameters; refuses what a program cannot repeat."""
         engine.freeze(weights, "a weight or a buffer of the network")
         arguments = {name: value for name, value in inputs.items() if name not in self.network.keeps}
         engine.freeze(arguments, "an argument of the network")
@@ -333,9 +331,7 @@ class Compiled:
             shard.check_alive(self.network.inputs, names, self.network.place, self.network.places)
 
     def _arguments(self, arrays: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-        """Returns a program's three arguments: weights, inputs, and caches. The last are donated: the outputs may take
-        their memory.
-        """
+        """Returns a program's arguments: weights, inputs, and caches, whose memory is donated to the outputs."""
         caches = {name: value for name, value in arrays.items() if name in self.network.keeps}
         return self.weights, {name: value for name, value in arrays.items() if name not in caches}, caches
 

@@ -532,9 +532,7 @@ class _Survey:
         return self.tensors[id(tensor)]
 
     def _argument(self, tensor: torch.Tensor, name: str) -> Reference:
-        """Adds a tensor to the inputs under a name of its own, and returns its reference; refuses a sparse tensor or
-        a subclass.
-        """
+        """Adds a tensor to the inputs by a new name and returns its reference; refuses sparse ones and subclasses."""
         snapshot = self.snapshot
         if tensor.layout != torch.strided:
             fact = f"'{name}' has the layout {tensor.layout}"

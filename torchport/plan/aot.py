@@ -97,7 +97,7 @@ def encoder_calls(task: Task, stage: family.Stage) -> dict[str, recorder.Network
         if outputs:
             # An encoder runs once for each sample of its embeddings.
             tokens, times = max(x.shape[-2] for x in outputs), sum(x.shape[0] for x in outputs)
-            config = load.configuration(network.published(task, name)) if task.encodes_on_devices(stage) else {}
+            config = load.configuration(network.outline(task, name)) if task.encodes_on_devices(stage) else {}
             # CLIP's output may be a vector, without tokens: T5's tokens beside it are more than CLIP takes.
             tokens = min(tokens, config.get("max_position_embeddings") or tokens)
             ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
@@ -117,7 +117,7 @@ def _suffix(name: str) -> str:
 
 def _encoder(task: Task, name: str, called: recorder.NetworkCall, mesh: jax.sharding.Mesh) -> StageNetwork:
     """Returns an encoder that runs on the devices, with its only call, ready to be lowered."""
-    module, sharding = copy.deepcopy(network.published(task, name)), rules.of_shared(name, ported.STRATEGY)
+    module, sharding = copy.deepcopy(network.outline(task, name)), rules.of_shared(name, ported.STRATEGY)
     program = network.ported(
         module.eval(),
         sharding,
@@ -136,7 +136,7 @@ def check_loras(task: Task, stage: family.Stage) -> None:
     checked = [file for file in task.job.lora if file.component == name and _why_unchecked(task, file) is None]
     if not checked or layout.loras is None:
         return
-    shapes = {key: tuple(tensor.shape) for key, tensor in network.published(task, name).state_dict().items()}
+    shapes = {key: tuple(tensor.shape) for key, tensor in network.outline(task, name).state_dict().items()}
     # Each parameter's name in the checkpoint, which a LoRA file may use.
     names = {key: key for key in shapes}
     folder = _component_folder(task, name)

@@ -332,7 +332,7 @@ def verification_cost(task: Task, planned: Mapping[str, StagePlan]) -> Verificat
     for stage in stages:
         name, stage_plan = str(stage.network), planned[stage.name]
         with in_force(task, [stage]):  # upstream's module may need a stub to be imported
-            count = sum(parameter.numel() for parameter in network.published(task, name).parameters())
+            count = sum(parameter.numel() for parameter in network.outline(task, name).parameters())
         dtype = task.settings.dtypes[name]
         # `verify` takes a wider dtype as its yardstick.
         yardstick = torch.float64 if dtype.itemsize >= torch.float32.itemsize else torch.float32

@@ -82,7 +82,7 @@ class Task:
     settings: families.Settings
     folder: Path
     upstream: Path | None
-    #: Components as shapes, each built once; see `network.published`.
+    #: Components as shapes, each built once; see `network.outline`.
     shapes: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -145,9 +145,7 @@ class Task:
         return stage.name == "encode" and self.job.encode == "devices" and not self.original
 
     def noise(self, stage: families.Stage) -> dict[str, torch.Tensor]:
-        """Returns the caller's noise as an input, `{"noise": tensor}`; an empty dict without noise, and for other
-        stages than the first with steps.
-        """
+        """Returns the caller's noise as an input of the first stage with steps, `{"noise": tensor}`; else {}."""
         noise = self.request.noise
         return {} if noise is None or stage.name != self.denoising[0].name else {"noise": noise}
 
