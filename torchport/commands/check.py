@@ -335,15 +335,15 @@ def _applied_first(
 def _is_sound(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -> bool:
     """Checks an entry without importing upstream; returns whether it can be applied to upstream's modules."""
     try:
-        fits = static_check.is_needed(entry, report)
+        fits = static_check.fits_versions(entry, report)
         if fits is None:  # it is not needed
             return False
         loaded = replacement.load(entry, entry.reference) if entry.reference else None
     except AbsentPackageError as error:  # an extra of torchport's, which only those install who choose the patch
-        report.try_entry(entry, "targets", skipped=error.fact)
+        report.note_step(entry, "targets", skipped=error.fact)
         return False
     except TorchportError as error:
-        report.try_entry(entry, "targets")
+        report.note_step(entry, "targets")
         report.add(error, "targets", entry.id)
         return False
     # The source is checked first, even where the versions do not fit: it shows what changed.
@@ -358,7 +358,7 @@ def _apply_and_undo(entries: Sequence[patch.Entry], mode: str, report: Report) -
         _import_all([module for module in modules if module not in served])  # the others need their stub first
     before = _namespaces(modules)
     for entry in entries:
-        report.try_entry(entry, "apply")
+        report.note_step(entry, "apply")
     with patch.applied(entries, accept_drift=True) as ledger:
         _import_all(modules)
         # These change nothing in the imported modules, or only while another package is imported.
@@ -376,7 +376,7 @@ def _apply_and_undo(entries: Sequence[patch.Entry], mode: str, report: Report) -
     first = {entry.module: entry for entry in reversed(entries)}  # the first entry of each module
     for entry in first.values():
         if entry.module in before:
-            report.try_entry(entry, "undo")
+            report.note_step(entry, "undo")
     module_ids = {id(module) for module in list(sys.modules.values())}
     for key in sorted(before.keys() & after.keys()):
         names = {name for name, _ in before[key]}
@@ -465,7 +465,7 @@ def not_called(rows: Iterable[Mapping[str, Any]], entries: Iterable[patch.Entry]
         row = calls.get(entry.id)
         if stage not in entry.must_be_called or (row is not None and row["state"] == "not needed"):
             continue
-        report.try_entry(entry, "called")
+        report.note_step(entry, "called")
         if not (row and row["calls"]):
             state = row["state"] if row else "not in the ledger"
             remedy = f"Find what is called instead of {entry.target}."

@@ -150,9 +150,7 @@ def examples() -> dict[str, Example]:
 
 
 def _nearest(key: str, known: list[str]) -> str:
-    """Returns the remedy for an id that does not exist: for `TP108` the known id with the nearest number, and for any
-    other text the most similar id.
-    """
+    """Returns the remedy for an unknown id: for `TP108` the id with the nearest number, else the most similar one."""
     if not re.fullmatch(r"TP[0-9]{1,9}", key):
         close = errors.closest(key, [*known, *RULES])
         return f"{f'Did you mean {close!r}? ' if close else ''}`torchport explain --all` lists them"

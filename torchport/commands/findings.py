@@ -59,7 +59,7 @@ class Report:
     #: Facts worth knowing that are no mistakes, a line each; printed only as text.
     notes: list[str] = dataclasses.field(default_factory=list)
 
-    def try_entry(self, entry: Entry, step: str, skipped: str = "") -> None:
+    def note_step(self, entry: Entry, step: str, skipped: str = "") -> None:
         """Notes that a step is tried on an entry, or why it is skipped."""
         self.cases.append(Case(entry.place, entry.id, step, skipped))
 
@@ -141,11 +141,12 @@ def as_sarif(report: Report) -> str:
     results = []
     for finding in report.findings:
         file, line = _file_and_line(finding.place)
+        uri = _uri(file, root)
         # Without numbers of lines, a finding's fingerprint stays the same when its lines move.
         text = re.sub(r"(:|\bline )\d+", "", finding.text)
-        facts = (finding.id, _uri(file, root), finding.patch, finding.step, text)
-        digest = hashlib.sha256(os.fsencode("\0".join(facts))).hexdigest()[:32]
-        location = {"artifactLocation": {"uri": _uri(file, root)}, "region": {"startLine": max(line, 1)}}
+        facts = (finding.id, uri, finding.patch, finding.step, text)
+        digest = hashlib.sha256(os.fsencode("\0".join(facts))).hexdigest()[:32]  # a file's name may be no UTF-8
+        location = {"artifactLocation": {"uri": uri}, "region": {"startLine": max(line, 1)}}  # it counts from 1
         results.append(
             {
                 "ruleId": finding.id,

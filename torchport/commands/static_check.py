@@ -66,10 +66,10 @@ def check(
                 if entry.needed and "probe" in entry.needed:
                     checks.parsed(entry, entry.needed["probe"])  # raises if there is no such function
             except TorchportError as error:
-                report.try_entry(entry, "targets")
+                report.note_step(entry, "targets")
                 report.add(error, "targets", entry.id)
                 continue
-            if is_needed(entry, report, probe=False) is not None:
+            if fits_versions(entry, report, probe=False) is not None:
                 check_source(entry, loaded, entries, report)
     return report
 
@@ -125,7 +125,7 @@ def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Pat
             report.add(error, "schema")
     entries = [by_id[key] for key in dict.fromkeys(entry.id for entry in entries)]
     for entry in entries:
-        report.try_entry(entry, "schema")
+        report.note_step(entry, "schema")
     return entries
 
 
@@ -136,16 +136,16 @@ def _files(root: Path, name: str) -> list[str]:
     return [f"{upstream}/{file.stem}" for file in files if file.name != LOCK and (not chosen or file.stem == chosen)]
 
 
-def is_needed(entry: patch.Entry, report: Report, probe: bool = True) -> bool | None:
-    """Returns None if an entry is not needed with the installed versions, False if they do not fit it, else True."""
+def fits_versions(entry: patch.Entry, report: Report, probe: bool = True) -> bool | None:
+    """Returns whether an entry fits the installed versions, None if they do not need it; reports both but a fit."""
     try:
         reason = versions.outcome(entry, probe)  # without `probe`, the entry's Python is not run
     except UnsupportedError as error:
-        report.try_entry(entry, "targets")
+        report.note_step(entry, "targets")
         report.add(error, "targets", entry.id)
         return False  # the caller still checks the source, to show what changed in that version
     if reason is not None:
-        report.try_entry(entry, "targets", skipped=f"not needed: {reason}")
+        report.note_step(entry, "targets", skipped=f"not needed: {reason}")
         return None
     return True
 
@@ -157,7 +157,7 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
         loaded: The replacement that the entry names, or its parsed source; None if it names none.
         entries: All entries: those that change the same target share a row of the lock.
     """
-    report.try_entry(entry, "targets")
+    report.note_step(entry, "targets")
     tree = tree_of(file_of(entry, entry.reference)) if entry.reference else None
     for draft in _unfilled_entry(entry, tree):
         report.add(draft, "targets", entry.id)
@@ -170,7 +170,7 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
             state = "drift"  # the patch is tried all the same: it may still fit
             report.add(error, "drift", entry.id, drift.review(entry, entries))
         if state != "no source":
-            report.try_entry(entry, "drift")
+            report.note_step(entry, "drift")
         checks.check_source(entry, loaded)
         if state == "unlocked":
             command = f"torchport patches lock {entry.upstream}"

@@ -166,7 +166,7 @@ def _check_combination(flags: VerifyFlags) -> None:
 
 
 def findings_of(verification: Verification) -> findings.Report:
-    """Returns a finding for each patch at fault; if none is known, one for the job with the verdict's line."""
+    """Returns a finding for each patch at fault. If a bad verdict has none, it is one with the verdict's line."""
     from torchport.commands import findings
 
     if verification.exit_code and not verification.causes:
