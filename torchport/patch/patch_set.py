@@ -264,9 +264,11 @@ def _claimed_places(entry: Entry) -> Iterator[_Place]:
 
 
 def _excluded(entry: Entry) -> Iterator[_Place]:
-    """Yields the places that no other entry may claim: the target as a whole, and all names above and below it."""
+    """Yields the places that no other entry may claim: of `up:A.f` the whole of `up`, of `A` and of `A.f`, a rewrite of
+    them, and that something below `A.f` is changed.
+    """
     module, edits, path = entry.module, entry.edits, entry.path
-    for length in range(len(path) + 1):
+    for length in range(len(path) + 1):  # the empty path is the module itself
         yield module, edits, path[:length], "whole"
         if length < len(path) or entry.kind != "rewrite":  # several rewrites of one function go together
             yield module, edits, path[:length], "rewrite"

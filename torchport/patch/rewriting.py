@@ -149,7 +149,7 @@ class Edit:
     text: str
     part: str  #: The statement of the file that the function is in, on its lines; those before it are blank.
     name: str  #: The global name under which the function is called.
-    reads: frozenset[str]  #: The names that the call passes and the function does not bind itself.
+    reads: frozenset[str]  #: Names that the call passes and the function does not bind: its globals must have them.
 
 
 def parameters(entry: Entry, function: Callable[..., Any]) -> list[str]:
@@ -183,20 +183,22 @@ def edit(
     parameters: Sequence[str],
     home: str | None = None,
 ) -> Edit:
-    """Returns the text of a file with one function's run of statements replaced.
+    """Returns the text of a file in which calls replace the statements that an entry's pattern matches in a function.
+
+    The number of lines stays. Some statements in a row that the pattern matches are a `Run`.
 
     Args:
         line: A line of the function in the file.
         find: Finds the function in a syntax tree that has only the top-level statement around the function.
-        home: The file's text before other rewrites, with the same `spans`, which are cached; by default `text`.
+        parameters: The names that the call passes, from `parameters`.
+        home: The file's text before other rewrites, of which the same `spans` are cached already; by default `text`.
     """
     rewrite, lines = entry.rewrite, text.encode().splitlines(keepends=True)
     assert rewrite is not None
     known = spans(text if home is None else home)
     start, end = next((span for span in known if span[0] <= line <= span[1]), (1, len(lines)))
     # A module may have a thousand functions that are rewritten: this statement alone is parsed, at its own line.
-    part = "\n" * (start - 1) + b"".join(lines[start - 1 : end]).decode()
-    tree = ast.parse(part)
+    tree = ast.parse("\n" * (start - 1) + b"".join(lines[start - 1 : end]).decode())
     function = find(tree)
     matches = _matches(entry, rewrite, function)
     name = _RESERVED + re.sub(r"[^a-z0-9]", "_", entry.id) + "__"  # dunders are never mangled inside a class
@@ -209,9 +211,9 @@ def edit(
         _replace(lines, run, statement)
     local = arguments(function) | names_bound(function.body)
     from_outside = frozenset(name for name in parameters if name not in local)
-    part = "\n" * (start - 1) + b"".join(lines[start - 1 : end]).decode()
-    _check_meaning(entry, tree, edits, part)
-    return Edit(b"".join(lines).decode(), part, name, reads=from_outside)
+    edited_part = "\n" * (start - 1) + b"".join(lines[start - 1 : end]).decode()
+    _check_meaning(entry, tree, edits, edited_part)
+    return Edit(b"".join(lines).decode(), edited_part, name, reads=from_outside)
 
 
 def _check_meaning(entry: Entry, tree: ast.Module, edits: Sequence[tuple[Run, str]], result: str) -> None:
@@ -333,7 +335,7 @@ def _check_visible(entry: Entry, function: Function, run: Run, parameters: Seque
 
 
 def _replace(lines: list[bytes], run: Run, statement: str) -> None:
-    """Puts a statement in a run's place. Text after the run on its last line moves to its first line."""
+    """Puts a statement on a run's first line, with the text after the run, and leaves its other lines blank."""
     first, last = run.statements[0], run.statements[-1]
     start, end = first.lineno - 1, (last.end_lineno or last.lineno) - 1
     decorators = getattr(first, "decorator_list", ())

@@ -146,20 +146,22 @@ def _fall_through(function: types.FunctionType, original: Any) -> None:
 
 
 def _shared_parameters(original: types.FunctionType, function: Callable[..., Any]) -> list[Parameter] | None:
-    """Returns the original's parameters, with the defaults of `function`; None if the two take arguments differently.
-    Parameters `*args, **kwargs` are always returned: they take any call.
+    """Returns the original's parameters; None if `function` takes arguments differently, unless they are `*args,
+    **kwargs`, which pass any call on. Defaults are those of `function`: the substitute passes them on to it.
     """
-    # Without the original's `__dict__`: `inspect` would follow `__wrapped__` in it.
+    # How the code itself binds arguments: without the original's `__dict__`, as `inspect` would follow `__wrapped__`.
     bare = types.FunctionType(original.__code__, {}, "", original.__defaults__, original.__closure__)
     bare.__kwdefaults__ = original.__kwdefaults__
-    ours, theirs = list(inspect.signature(bare).parameters.values()), live_signature(function)
-    if [p.kind for p in ours] == [p.kind for p in _ANY_CALL]:
-        return ours
-    if theirs is None:
+    parameters = list(inspect.signature(bare).parameters.values())
+    if [p.kind for p in parameters] == [p.kind for p in _ANY_CALL]:
+        return parameters
+    signature = live_signature(function)  # it may have no code, as a `functools.partial`
+    if signature is None:
         return None
-    if [_binding(p) for p in ours] != [_binding(p) for p in theirs.parameters.values()]:
+    others = list(signature.parameters.values())
+    if [_binding(p) for p in parameters] != [_binding(p) for p in others]:
         return None
-    return [p.replace(default=other.default) for p, other in zip(ours, theirs.parameters.values(), strict=True)]
+    return [p.replace(default=other.default) for p, other in zip(parameters, others, strict=True)]
 
 
 def _binding(parameter: Parameter) -> tuple[Any, ...]:

@@ -142,7 +142,8 @@ def _no_such_name(entry: Entry, source: SourceFile, binding: Binding) -> TargetE
 
 def _check_home(entry: Entry, source: SourceFile, node: ast.stmt) -> None:
     """Refuses a name that its module imports from another module of the package: the patch belongs to that module. A
-    name from another package is accepted: the patch changes it in the importing module alone.
+    name that the module also defines is accepted, an attribute of an imported name, and one from another package: the
+    patch changes it in the importing module alone.
     """
     if not isinstance(node, ast.ImportFrom) or entry.scope == "global":
         return
