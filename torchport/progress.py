@@ -58,13 +58,13 @@ def waiting(what: str) -> Iterator[None]:
         yield
         return
     over = threading.Event()
+    # `{bar}` is as many spaces as fill the line: they clear an outer bar, whose text may be longer.
     with tqdm(desc=what, bar_format="{desc}: {elapsed}{bar}", leave=False, dynamic_ncols=True, position=0) as bar:
         _waits.append(bar)
 
         def tick() -> None:
-            """Redraws the bar twice a second, until the work is over, unless an inner bar has the line."""
+            """Redraws the bar twice a second. A notebook cannot go up a line: the innermost bar has the only one."""
             while not over.wait(0.5):
-                # A notebook has one line for all bars.
                 if _waits[-1] is bar:
                     bar.refresh()
 

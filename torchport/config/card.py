@@ -103,9 +103,9 @@ class RenameRule(Frozen):
 
     @pydantic.model_validator(mode="after")
     def _check_groups(self) -> RenameRule:
-        """Refuses a `to` that refers to a group which `match` does not have: `\\2` where `match` has one group."""
+        """Refuses escapes in `to` but groups of `match`: `\\2` where that has one, `\\0`, `\\n`, and a last `\\`."""
         groups = re.compile(self.match).groups
-        for escape in re.findall(r"\\(\d+|.?)", self.to):
+        for escape in re.findall(r"\\(\d+|.?)", self.to):  # `.?`: another letter, or none at the end
             if not escape.isdigit() or not 1 <= int(escape) <= groups:
                 known = ", ".join(f"\\{n}" for n in range(1, groups + 1)) or "none: 'match' has no group"
                 raise ValueError(f"'to' has \\{escape}; the groups of 'match' are {known}")

@@ -305,17 +305,18 @@ def _fact(name: str, value: Any) -> str:
 
 
 def _kind_refusal(model: type[Frozen], document: Document, location: Location, value: Any) -> TorchportError:
-    """Returns the error for a value that fits no alternative of a union which a key tells apart, such as `kind`."""
+    """Returns the error for a value that fits no model of a union in which a key, such as `kind`, names the model."""
     name, place = ".".join(str(part) for part in location), document.place(location)
     literals = [_literals(candidate) for candidate in _models(model, location)]
     shared_keys = set(literals[0]).intersection(*literals)
     key = next(key for key in literals[0] if key in shared_keys)
-    kinds = [str(values[key][0]) for values in literals]
+    kinds = [str(values[key][0]) for values in literals]  # the `Literal` has a single value in each model
     all_kinds = f"Write a '{key}': {', '.join(kinds[:-1])} or {kinds[-1]}"
     if not isinstance(value, dict):
-        sample = value if value in kinds else kinds[0]  # the kind alone may stand there
-        remedy = f"It must be a mapping of keys to values, such as {{{key}: {sample}}}"
-        return WrongTypeError(place, _fact(name, value), remedy if sample == value else f"{remedy}. {all_kinds}")
+        example = "It must be a mapping of keys to values, such as"
+        if value in kinds:  # `cache: magcache`
+            return WrongTypeError(place, _fact(name, value), f"{example} {{{key}: {value}}}")
+        return WrongTypeError(place, _fact(name, value), f"{example} {{{key}: {kinds[0]}}}. {all_kinds}")
     if key not in value:
         return MissingKeyError(place, f"'{name}.{key}' is missing", all_kinds, key=f"{name}.{key}")
     place = document.place((*location, key))

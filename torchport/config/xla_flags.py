@@ -53,9 +53,7 @@ class FlagSet(Frozen):
         return VARIABLES[self.platform]
 
     def value(self, environment: Mapping[str, str]) -> str:
-        """Returns the new value of `variable`: the flags that it has in this environment, then those of the set. Raises
-        if they conflict.
-        """
+        """Returns the new value of `variable`: its flags in this environment, then the set's; raises for a conflict."""
         place = f"--xla-flags {self.name}"
         flags = environment.get(self.variable, "").split()
         for text in self.texts:

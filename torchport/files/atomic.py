@@ -41,13 +41,12 @@ def writing(file: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
-        # mkstemp makes files that only their owner may read; artefacts are shared.
-        # The umask can only be read by setting it.
+        # mkstemp makes files that only their owner may read, and artefacts are shared. The umask is read by setting it.
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
         temporary.replace(file)
-        # Without this a power cut may undo the renaming, and with it the order of two files.
+        # The folder is flushed, too. Else a power cut may undo this renaming, and leave that of a file written later.
         handle = os.open(file.parent, os.O_RDONLY)
         try:
             os.fsync(handle)

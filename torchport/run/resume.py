@@ -246,23 +246,30 @@ def finished_manifests(
 
 
 def is_finished(task: Task, weights: checkpoint.Checkpoint, upstream: Upstream | None = None) -> bool:
-    """Returns whether the folder has a finished run of this job, after verifying artefacts; refuses another job's."""
+    """Returns whether the folder has a finished run of this job. Its artefacts are read and verified.
+
+    Raises ArtefactForeignError if the folder has a finished run with other settings.
+    """
     last = save.file_of(task.folder, task.stages[-1].name)
     is_whole = (task.folder / "manifest.json").is_file() and task.result.is_file() and last.is_file()
     if not is_whole or unfinished_run(task) is not None:
         return False
     for stage in task.stages:
         file = save.file_of(task.folder, stage.name)
-        manifest = save.read_manifest(file) if file.is_file() else None
-        difference = None if manifest is None else _difference(task, stage, manifest, upstream)
-        if manifest is not None and task.job.keep_steps and not manifest.config.get("keep_steps"):
-            difference = difference or ("keep_steps", False, True)
+        if not file.is_file():
+            continue  # `finished_manifests` ends before this stage
+        manifest = save.read_manifest(file)
+        difference = _difference(task, stage, manifest, upstream)
+        # The latents of steps that this job asks for may be missing. Those that it does not ask for do no harm.
+        if difference is None and task.job.keep_steps and not manifest.config.get("keep_steps"):
+            difference = ("keep_steps", False, True)
         if difference is not None:
             key, earlier, current = difference
             fact = f"A finished video with {key} {earlier!r} lies here, and this one has {current!r}"
             remedy = "Remove the folder to make it anew, or choose another --out"
             raise ArtefactForeignError(str(task.folder), fact, remedy, key=key)
-    return len(finished_manifests(task, save.read_manifest(last).run, weights, upstream)) == len(task.stages)
+    verified = finished_manifests(task, save.read_manifest(last).run, weights, upstream)
+    return len(verified) == len(task.stages)
 
 
 def forget(task: Task) -> None:

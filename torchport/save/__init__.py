@@ -377,9 +377,7 @@ def _read_hand_written(
 def _check_hand_written(
     file: Path, tensors: Mapping[str, torch.Tensor], is_guided: bool, embeddings: Collection[str]
 ) -> None:
-    """Refuses a hand-written port's file whose tensors are not those of its stage. `embeddings` are the names of the
-    embeddings that `encode` returns.
-    """
+    """Refuses a hand-written port's file without its stage's tensors. `embeddings` are names that `encode` returns."""
     is_encode = file.name == HAND_WRITTEN["encode"]
     names = list(embeddings) if is_encode else ["latents"]
     required = [name for name in names if is_guided or not name.startswith("negative_")]
