@@ -158,8 +158,8 @@ def test_what_nothing_would_read_is_refused(tmp_path):
     )
     component = Component.model_validate({"class": "transformers:T5EncoderModel", "file": "x.pt", "dtype": "float32"})
     assert refusal(BadValueError, lambda: load.text_encoder(component, tmp_path, "float32", "text")) == (
-        f"{tmp_path}: 'file' is 'x.pt', and transformers reads a T5EncoderModel under names of its own. "
-        "Add 'build', which makes one that torchport fills."
+        f"{tmp_path}: 'file' is 'x.pt', but transformers finds the files of a T5EncoderModel by fixed names. "
+        "Add 'build': torchport then fills the module from that file."
     )
     assert refusal(BadValueError, lambda: load.part("fakes.networks:Halves", tmp_path)) == (
         f"{tmp_path}: Halves has no 'from_pretrained'. Give its component a 'dtype' if it has weights, or make it in "

@@ -103,10 +103,9 @@ def check_init(card: Card, folder: Path) -> None:
     left_out = {name for name, value in card.call.init.items() if value is None and isinstance(index.get(name), list)}
     for name in sorted((names | set(card.call.init)) - left_out):
         if (index.get(name) or None) != (init.get(name) or None):
+            expected = init.get(name)
             fact = f"'{name}' is {index.get(name)!r}"
-            remedy = (
-                f"The card '{card.model}' has {init.get(name)!r} under 'call.init': name a checkpoint of that model"
-            )
+            remedy = f"The card '{card.model}' has {expected!r} under 'call.init': name a checkpoint of that model"
             raise CheckpointForeignError(str(file), fact, remedy, name=name)
 
 
@@ -194,10 +193,10 @@ def text_encoder(component: Component, folder: Path, dtype: str, what: str) -> t
     """Returns a transformers model in host memory, loaded by its own `from_pretrained`. The log calls it `what`."""
     if component.file is not None:
         name = class_of(component.class_).__name__
-        fact = f"'file' is '{component.file}', and transformers reads a {name} under names of its own"
-        raise BadValueError(str(folder), fact, "Add 'build', which makes one that torchport fills")
+        fact = f"'file' is '{component.file}', but transformers finds the files of a {name} by fixed names"
+        raise BadValueError(str(folder), fact, "Add 'build': torchport then fills the module from that file")
     checkpoint.weight_files(folder)  # raises if the files are not one set of weights
-    _account_pretrained(component, folder)
+    _account_pretrained(component, folder)  # raises for missing and foreign tensors, before any is read
     log.info("load %s ...", what)
     module = _from_pretrained(component, folder, dtype=getattr(torch, dtype))
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -169,9 +169,7 @@ def _download(name: str, card: Card, variant: str | None) -> Path:
 
 
 def _snapshot(name: str, patterns: list[str], without: list[str] | None = None) -> Path:
-    """Returns a repository's folder in the hub's cache, after a download of files that match one of `patterns`, and
-    none of `without`.
-    """
+    """Returns a repository's folder in the hub's cache, with the files that match `patterns` and not `without`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

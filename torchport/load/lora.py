@@ -63,7 +63,7 @@ class _Adapter:
     """The training settings of a LoRA file, such as alpha and rank: from its metadata and PEFT's file beside it."""
 
     def __init__(self, file: Path, component: str, metadata: Mapping[str, str], keys: Sequence[str]) -> None:
-        """Reads the settings of a file with these keys; refuses an adapter that adds no products of two matrices."""
+        """Reads the settings of a file with these keys; refuses an adapter that is no plain LoRA, such as a DoRA."""
         self._file = file
         self._component = component
         self._sources = list(self._read(metadata, keys))

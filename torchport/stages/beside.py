@@ -61,9 +61,7 @@ class RecordedComponent(ComponentStandIn):
 
 
 class ReplayedComponent(ComponentStandIn):
-    """Takes a component's place in a pipeline, and returns what `encode` kept of its calls. The `tensors` are what
-    `encode` kept of all components.
-    """
+    """Takes a component's place in a pipeline, and returns what `encode` kept of its calls, from all `tensors`."""
 
     def __init__(
         self, component: torch.nn.Module, dtype: torch.dtype, name: str, place: str, tensors: Mapping[str, torch.Tensor]

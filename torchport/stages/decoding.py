@@ -152,9 +152,7 @@ class PostponedVae(EncodedVae):
         processor.postprocess = processor.postprocess_video = postprocess
 
     def inputs_of(self, result: Any) -> dict[str, Any]:
-        """Returns the noted arguments of `decode`, after the pipeline has returned. Refuses a pipeline whose first
-        result is not `frames`.
-        """
+        """Returns the noted arguments of `decode`. Refuses a pipeline that returned another `result` than `frames`."""
         if result is not self.frames or self.inputs is None:
             raise self._refusal("returns something else than its post-processed video")
         return self.inputs

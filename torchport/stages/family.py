@@ -25,9 +25,7 @@ class Call(Protocol):
     """Whether masked tokens are left out before the call; the original keeps them."""
 
     def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns inputs that many calls will get, moved to where the network wants them: onto the devices, or by
-        default nowhere.
-        """
+        """Returns inputs of many calls, moved to where the network wants them: the devices, or by default nowhere."""
         return inputs
 
     def __call__(self, **inputs: Any) -> Any:

@@ -173,19 +173,19 @@ class Replay(Loop):
     def __init__(
         self, scheduler: Any, settings: Settings, steps: Steps, pipeline: str, latents: int = 1, leaves: bool = False
     ) -> None:
-        done, self.state = steps.resume or (0, {})  #: The state is what was saved after the last step.
+        done, self.state = steps.resume or (0, {})  #: The tensors that were saved after the last step, by name.
         super().__init__(scheduler, torch.Generator().manual_seed(settings.seed), done, latents)
-        self.shapes = [latents.shape for latents in all_latents(self.state)]
+        self.shapes = [tensor.shape for tensor in all_latents(self.state)]
         self.steps = steps
         self.pipeline = pipeline
         self.total = settings.steps
         self.leaves = leaves
-        self.saved: Any = tree.unpacked(self.state) if self.state else None
+        self.saved: Any = tree.unpacked(self.state) if self.state else None  #: The values that it was packed from.
         self.progress = iter(steps.track(range(done, self.total), done=done, total=self.total))
         self.advanced = done  #: The steps that the progress bar has shown.
-        self.fields: list[dict[str, Any]] = []  #: Of each latents' scheduler before the first step.
-        self.results: list[dict[str, Any]] = []  #: What is saved after the step that runs, for each latents.
-        self.is_others = False  #: Whether the step that runs belongs to another stage's network.
+        self.fields: list[dict[str, Any]] = []  #: The fields of each latents' scheduler before the first step.
+        self.results: list[dict[str, Any]] = []  #: The results to save of the step that runs, for each latents.
+        self.is_other_stage = False  #: Whether the step that runs belongs to another stage's network.
 
     def before_network(self) -> None:
         """Advances the progress bar, once a step: guidance may call the network twice."""
@@ -203,7 +203,7 @@ class Replay(Loop):
         if self.advanced:
             fact = f"Step {self.number + 1} of {self.total} goes back from its second network to the first"
             raise BadValueError(self.pipeline, fact, OTHER_LOOP)
-        self.is_others = True
+        self.is_other_stage = True
 
     def finish(self) -> None:
         """Ends the progress bar."""
@@ -226,8 +226,8 @@ class Replay(Loop):
             return saved[RETURNED]
         returned = step.real(*args, **kwargs)
         # Nothing is saved of another stage's step.
-        if self.is_others:
-            self.is_others = not is_last
+        if self.is_other_stage:
+            self.is_other_stage = not is_last
             return returned
         result = {RETURNED: returned, "scheduler": self._scheduler_state(track, returned)}
         self.results = [*self.results, result] if track else [result]

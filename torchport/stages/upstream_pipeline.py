@@ -137,9 +137,7 @@ class UpstreamPipeline:
         return stand_ins
 
     def _answered(self, pipe: Any, inputs: PipelineInputs) -> PipelineInputs:
-        """Replaces the `encode_prompt` of a pipeline whose call calls it. Returns the inputs of that call: it takes
-        prompts in place of embeddings.
-        """
+        """Replaces the `encode_prompt` of a pipeline whose call calls it; returns the call's inputs, with prompts."""
         settings = inputs.settings
         prefixes = ("", "negative_") if self.card.negative_apart and self.is_guided(settings) else ("",)
         names = self.card.embeddings
