@@ -744,19 +744,19 @@ def on_host(value: Any) -> Any:
 
 
 def live_tensors() -> list[Any]:
-    """Returns the tensors of the last trace that depend on the network's inputs and are still referred to. It deletes
-    their notes on shared memory, which are such references, too: call it after the trace.
+    """Returns the tensors of the last trace that depend on the network's inputs and that something still refers to. It
+    first deletes the engine's own references to them, the notes on shared memory: call it after the trace.
     """
     from torchax import default_env
 
-    made = default_env().dispatch.made
+    made = default_env().dispatch.made  # weak references
     for reference in made:
         if (tensor := reference()) is not None and not is_known(tensor):
             for name in ("_memory", "_path", "_whole", "_cast"):
                 vars(tensor).pop(name, None)
     tensor = None  # or the last of them would seem to be referred to
-    kept = [tensor for reference in made if (tensor := reference()) is not None]
-    return [tensor for tensor in kept if not is_known(tensor)]
+    # Again, as tensors to which the notes alone referred are gone by now.
+    return [tensor for reference in made if (tensor := reference()) is not None and not is_known(tensor)]
 
 
 def views(tensors: list[Any], bases: Mapping[tuple[str, Any], Any]) -> dict[int, tuple[str, Any, Section]]:

@@ -112,10 +112,11 @@ def _report(session: Session) -> None:
     errors, unused = unreached(), session.error_if_unused()
     # Python sets `sys.last_value` when an exception ends the script, perhaps before its imports.
     is_failed = hasattr(sys, "last_value")
+    words = sys.orig_argv[2:]  # without `python script.py`, or `python -m`
     # A script prints its own help before it imports anything. `-h` may be a flag with a value, unless it is the last.
-    asks_for_help = "--help" in sys.orig_argv[2:] or sys.orig_argv[2:][-1:] == ["-h"]
+    asks_for_help = "--help" in words or words[-1:] == ["-h"]
     if unused is not None and not errors and not is_failed and not asks_for_help:
-        errors = [*errors, unused]
+        errors = [unused]
     for error in errors:
         sys.stderr.write(f"{error.report()}\n")
     sys.stderr.flush()

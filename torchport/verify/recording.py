@@ -321,17 +321,17 @@ class _RecordedNetwork(Call):
         """Returns the network's output, and adds to the recording all values of this call that are not too large."""
         original = self.original
         # Of guidance's other calls in a step, only the output is recorded if the first call's values are large.
-        paths = [] if number and self._is_large else ["", *original.units]
+        paths = [] if number and self._is_large else ["", *original.units]  # "": the network itself
         kept = {name: _copied(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-        output, outer = original.observed(kept, paths)
+        output, at_blocks = original.observed(kept, paths)
         wide_output, _ = original.yardstick(kept, paths=[], values={})
-        wide_outer = original.yardstick(kept, paths, outer)[1] if paths else {}
-        self._is_large = self._is_large or total_bytes(outer) > BORDERS_LIMIT
+        wide_outer = original.yardstick(kept, paths, at_blocks)[1] if paths else {}
+        self._is_large = self._is_large or total_bytes(at_blocks) > BORDERS_LIMIT
         all_paths = original.all_paths
         # All modules are recorded in the first call of a step alone: guidance's other calls use the same modules.
-        # Their size is estimated from that of the blocks.
-        is_whole = number == 0 and total_bytes(outer) * len(all_paths) / len(paths) <= BORDERS_LIMIT
-        values = original.observed(kept, all_paths)[1] if is_whole else outer
+        # Their size is estimated from that of the blocks. So they are recorded in a second call of the network.
+        is_whole = number == 0 and total_bytes(at_blocks) * len(all_paths) / len(paths) <= BORDERS_LIMIT
+        values = original.observed(kept, all_paths)[1] if is_whole else at_blocks
         wide_inner = original.yardstick(kept, all_paths, values)[1] if is_whole else {}
         call = RecordedCall(
             stage=self.loop.stage.name,

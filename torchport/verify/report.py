@@ -31,7 +31,7 @@ UNIT_VERDICTS = (
     f"at fault (above {FAULT:g} times)",
     "behind the first fault and not judged",
 )
-"""The groups in which units are counted; `_unit_group` returns a unit's."""
+"""The groups in which units are counted. `_unit_group` takes them apart in this order."""
 SHOWN = 100
 """The most rows of the page's table of units: those with the greatest ratios are shown."""
 HOTTEST = 100.0
@@ -372,12 +372,13 @@ def _unit_line(verification: Verification) -> str:
 
 
 def _unit_group(unit: Unit) -> str:
-    within, harmless, between, fault, behind = UNIT_VERDICTS
+    """Returns the group in which a unit is counted, one of `UNIT_VERDICTS`."""
+    rounding, harmless, unclear, fault, behind = UNIT_VERDICTS  # in its order
     if unit.verdict is Verdict.SAME:
-        return harmless if unit.is_harmless else within
+        return harmless if unit.is_harmless else rounding
     if unit.verdict is Verdict.OTHER:
         return fault
-    return behind if unit.is_behind else between
+    return behind if unit.is_behind else unclear  # of Verdict.UNCLEAR
 
 
 def _culprit_line(verification: Verification) -> str:

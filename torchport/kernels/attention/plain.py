@@ -103,7 +103,7 @@ class _Inputs:
         start = jnp.int32(0) if left is None else jnp.maximum(first_row - left, 0) // self.block_kv
         return start, (end + self.block_kv - 1) // self.block_kv
 
-    def scores(self, q_BHQD: jax.Array, first_row: Any, first_column: Any, unseen: Any) -> jax.Array:
+    def scores(self, q_BHQD: jax.Array, first_row: Any, first_column: Any, first_new: Any) -> jax.Array:
         """Returns the scores of a tile and a chunk, float32 [B, H, Q, C], with -inf for keys that take no part."""
         k_BHCD = lax.dynamic_slice_in_dim(self.k, first_column, self.block_kv, axis=2)
         precision = lax.Precision.HIGHEST if q_BHQD.dtype == jnp.float32 else None
@@ -112,8 +112,8 @@ class _Inputs:
         )
         columns_C = first_column + jnp.arange(self.block_kv)
         rows_Q = first_row + jnp.arange(self.block_q)
-        # Keys before `unseen` were in an earlier chunk.
-        seen = visible(rows_Q, columns_C, self.lengths, self.causal, self.window) & (columns_C >= unseen)
+        # Keys before `first_new` were in an earlier chunk.
+        seen = visible(rows_Q, columns_C, self.lengths, self.causal, self.window) & (columns_C >= first_new)
         if self.mask is not None:
             block = lax.dynamic_slice_in_dim(self.mask, first_row, self.block_q, axis=2)
             block = lax.dynamic_slice_in_dim(block, first_column, self.block_kv, axis=3)
@@ -133,9 +133,9 @@ def _outputs_of_tile(inputs: _Inputs, first_row: Any) -> jax.Array:
     def add_chunk(j: Any, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Adds a chunk of keys by online softmax: to the running maximum, the sums and the outputs."""
         peak_BHQ1, sum_BHQ1, o_BHQD = carry
-        unseen = j * inputs.block_kv
-        first_column = jnp.minimum(unseen, keys - inputs.block_kv)
-        s_BHQC = inputs.scores(q_BHQD, first_row, first_column, unseen)
+        first_new = j * inputs.block_kv  # the chunks before have had the keys before it
+        first_column = jnp.minimum(first_new, keys - inputs.block_kv)
+        s_BHQC = inputs.scores(q_BHQD, first_row, first_column, first_new)
         after_BHQ1 = jnp.maximum(peak_BHQ1, s_BHQC.max(-1, keepdims=True))
         # -inf - -inf is NaN: scores of a query that has seen no key yet are measured from 0.
         origin_BHQ1 = jnp.where(after_BHQ1 == -jnp.inf, 0.0, after_BHQ1)
@@ -153,6 +153,7 @@ def _outputs_of_tile(inputs: _Inputs, first_row: Any) -> jax.Array:
         jnp.zeros((batch, heads, queries, size), jnp.float32),
     )
     _, sum_BHQ1, o_BHQD = lax.fori_loop(*inputs.chunks(first_row), add_chunk, start)
+    # A query that sees no key has the sum 0 and the output 0. `where` computes both its values: it divides by 1.
     o_BHQD = jnp.where(sum_BHQ1 == 0, 0.0, o_BHQD / jnp.where(sum_BHQ1 == 0, 1.0, sum_BHQ1))
     return o_BHQD.astype(q_BHQD.dtype)
 

@@ -415,11 +415,13 @@ class _GridStep:
             ring[self.row % 3, pl.ds(column, x.shape[0])] = part
 
     def make_row(self) -> None:
-        """Makes a row of the output, some columns at a time."""
+        """Makes a row of the output, some columns at a time; `columns` divides the width."""
         count = self.conv.width // self.conv.columns
         if self.conv.columns % 8 == 0 or not self.conv.carried:
             jax.lax.fori_loop(0, count, self._make_columns, 0)
-        else:  # the carry's columns are sublanes, and cannot be cut anywhere by a number that is not known yet
+        else:
+            # The carry's columns are sublanes, 8 to a register. A loop's number may cut them at multiples of 8 alone,
+            # and a number that is known when the kernel is compiled anywhere.
             for number in range(count):
                 self._make_columns(number, 0)
 

@@ -291,7 +291,7 @@ def job_of(card: Mapping[str, Any], observed: Observed, cls: Any) -> dict[str, A
 def published_job_of(card: Mapping[str, Any], demo: Mapping[str, Any], cls: Any) -> dict[str, Any]:
     """Returns the job of the published weights as YAML's data: upstream's own sizes and steps, on eight chips.
 
-    Where the pipeline takes a size from its weights, a picture has 1024 x 1024 pixels, a video 480 x 832 and 49 frames.
+    A size that upstream takes from its weights is 1024 x 1024 for a picture, and 480 x 832 and 49 frames for a video.
 
     Args:
         demo: The job of the card's demo. Its mesh, of eight devices, stays.
@@ -302,12 +302,13 @@ def published_job_of(card: Mapping[str, Any], demo: Mapping[str, Any], cls: Any)
     usual = {"height": 1024, "width": 1024} if is_picture else {"height": 480, "width": 832, "frames": 49}
     numbers = {field: value for field, value in defaults.items() if field in demo and isinstance(value, int | float)}
     job = {**demo, "steps": 50, **usual, **numbers}
-    job["steps"] = taken_steps(cls, job["steps"], arguments={})
+    job["steps"] = taken_steps(cls, job["steps"], arguments={})  # a loop that begins with an image leaves some out
     job |= {field: job[field] // unit * unit for field in ("height", "width")}
+    # The example in upstream's docstrings.
     rate = re.search(r"export_to_video\(.*\bfps=(\d+)", inspect.getsource(inspect.getmodule(cls) or cls))
     job |= {"fps": _frame_rate(cls, card, usual=int(rate[1]) if rate else 8)}
     job |= {"machine": "v6e:2x4", "strategy": "fsdp", "checkpoint": card["checkpoint"], "encode": "devices"}
-    del job["dtypes"]
+    del job["dtypes"]  # the demo's float32: the card has the dtypes of published weights
     return job
 
 

@@ -97,15 +97,15 @@ def draft(request: PatchDraftRequest) -> Draft:
 
 
 def _common_fields(request: PatchDraftRequest, path: str) -> dict[str, Any]:
-    """Returns the fields of an entry of any kind. Its id is made of `path`. The name of its file is added to an id that
-    torchport's own patches have already, as for functions of torch.
+    """Returns the fields of an entry of any kind. Its id is of its package and `path`: `up.block-forward`. The name of
+    its file follows if a patch of torchport's has that id, as for functions of torch, or if `in_full` asks for it.
     """
     key = f"{proposal.slug(request.package)}.{proposal.slug(path)}"
-    folders = find_pack(()).folders
+    folders = find_pack().folders
     known = patch.read(folders, [request.package]) if request.package in patch.upstreams(folders) else []
-    is_taken = request.in_full or key in {entry.id for entry in known}
+    is_in_full = request.in_full or key in {entry.id for entry in known}
     fields: dict[str, Any] = {
-        "id": f"{key}-{proposal.slug(request.files)}" if is_taken else key,
+        "id": f"{key}-{proposal.slug(request.files)}" if is_in_full else key,
         "target": request.target,
         "why": request.why,
         "equivalence": proposal.PROMISE,

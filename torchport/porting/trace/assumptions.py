@@ -33,7 +33,7 @@ from torchport.porting.trace.notes import PACKAGE, Notes, Raised
 from torchport.source import parsing
 from torchport.stages import constants
 
-_TRUE = {"all", "equal", "allclose", "isfinite", "isclose", "__ge__", "__le__", "ge", "le"}
+_ASSUMED_TRUE = {"all", "equal", "allclose", "isfinite", "isclose", "__ge__", "__le__", "ge", "le"}
 """Functions whose answer is assumed to be true: code asserts it, or raises where it is not."""
 _SCALARS = {"item", "__float__", "__int__", "__index__", "__bool__", "is_nonzero"}
 
@@ -51,7 +51,7 @@ class GoingOn(TorchFunctionMode):
         self.notes = notes
         self.counts = counts
         self.made: Any = WeakIdKeyDictionary()  # by tensor of the host, the line that made it
-        self.by: Any = WeakIdKeyDictionary()  # by tensor of a truth value, the function that made it
+        self.function_of: Any = WeakIdKeyDictionary()  # by tensor of a truth value, the function that made it
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch, or notes why it raises and assumes a result. Notes host tensors in the network."""
@@ -70,7 +70,7 @@ class GoingOn(TorchFunctionMode):
             if constants.is_host(output) and output.ndim and output not in self.made:
                 self.made[output] = constants.place()
             if output.dtype == torch.bool and not output.ndim:
-                self.by[output] = getattr(function, "__name__", "")
+                self.function_of[output] = getattr(function, "__name__", "")
         return output
 
     def _result_after(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -92,13 +92,14 @@ class GoingOn(TorchFunctionMode):
         raise error
 
     def _assumed_scalar(self, error: BaseException, name: str, tensor: torch.Tensor) -> Any:
-        """Returns an assumed Python value for a tensor: a truth value where code asks for it, else the number 1."""
+        """Returns an assumed value for a tensor: 1, or a truth value if it is of dtype bool or code asks for one."""
         frames = reversed(running_frames(self.notes.owners))
-        frame = next((frame for frame in frames if frame.owner in OURS), None)
+        frame = next((frame for frame in frames if frame.owner in OURS), None)  # the innermost that a port can change
         statement = frame.statement if frame is not None else ""
         is_truth = name in ("__bool__", "is_nonzero") or tensor.dtype == torch.bool
-        if is_truth:  # true is the answer with which upstream's checks pass
-            value: Any = statement.startswith("assert") or self.by.get(tensor, "") in _TRUE
+        if is_truth:
+            # The answer with which checks pass: true for `assert x.isfinite()`, false for `if isnan(x).any(): raise`.
+            value: Any = statement.startswith("assert") or self.function_of.get(tensor, "") in _ASSUMED_TRUE
         else:
             value = 1.0 if tensor.dtype.is_floating_point and name != "__int__" else 1
         self.notes.record(error, f"the value is {value}")
