@@ -189,7 +189,7 @@ def test_two_patches_of_one_target_in_one_file_are_refused(world):
     world.patch("Net", "replace")
     assert world.refusal("Net.forward", "replace") == (
         "error[TP202] torchport new patch up.model:Net.forward: 'up.net-forward' claims up.model:Net.forward, and "
-        "'up.net' at pack/patches/up/model.yaml:1 up.model:Net. Keep one of the two."
+        "'up.net' at pack/patches/up/model.yaml:1 claims up.model:Net. Keep one of the two."
     )
 
 
