@@ -51,8 +51,9 @@ def test_a_notebook_shows_the_report_and_no_traceback():
     assert [line.split()[0] for line in shown._render_traceback_()] == ["error[TP107]", "error[TP103]"]
 
 
-def test_only_a_stop_has_an_exit_code_of_its_own():
-    assert {kind.__name__: kind.exit_code for kind in KINDS.values() if kind.exit_code != 2} == {"StoppedError": 130}
+def test_an_end_after_which_the_same_command_goes_on_has_an_exit_code_of_its_own():
+    codes = {kind.__name__: kind.exit_code for kind in KINDS.values() if kind.exit_code != 2}
+    assert codes == {"StoppedError": 130, "LostProcessError": 75}
 
 
 def test_the_nearest_name_comes_first_and_all_are_listed():

@@ -97,7 +97,7 @@ def refused(torchport, capsys, root, tmp_path, unchanged):
         (
             errors.CheckpointMissingError,
             ("--checkpoint", "nobody/nothing@main"),
-            "It is neither in the cache nor to be",
+            "It is not in the cache, and cannot be downloaded",
         ),
         (
             errors.ArtefactMissingError,

@@ -398,5 +398,5 @@ def test_a_first_process_that_hangs_is_named_though_its_host_takes_connections(m
         own.answered -= ago
         own._on_abort()
     lost = "error[TP504] process 0 of 2: It was killed, or its host is lost. Start all processes again with the same "
-    assert said == ([(2, f"{lost}command.")] if ago else [])
+    assert said == ([(75, f"{lost}command.")] if ago else [])
     assert len(dialled) == (0 if ago else 1), "a first process that is silent already is not dialled"
