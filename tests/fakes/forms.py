@@ -21,6 +21,8 @@ y = x.clone(); a, b = y.chunk(2, -1); b.copy_(a); return y
 y = x.clone(); a, b, c = y.split(2, 1); b.sub_(1); return y
 y = x.clone(); a, b = y.split([2, 4], 1); b.sqrt_(); return y
 y = x.clone(); a, b = torch.tensor_split(y, 2, 1); a.fill_(5); return y
+y = x.clone(); a, b = torch.tensor_split(y, indices=(1,), dim=1); a.fill_(5); return y
+y = x.clone(); a, b = y.tensor_split(sections=2, dim=0); a.fill_(5); return y
 y = x.clone(); y.unbind(0)[1].zero_(); return y
 y = x.clone(); y.unbind(1)[4].add_(1); return y
 y = x.clone(); z = y[0]; z[1] = 90; return y

@@ -136,7 +136,7 @@ def overlap(first: torch.Tensor, other: torch.Tensor) -> bool:
 
 _SAME = {"alias", "detach", "lift_fresh", "lift", "_to_copy", "positive"}
 _RESHAPE = {"view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten"}
-_PARTS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"}
+_PARTS = {"split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk"}
 
 
 def inverse(name: str, base: Any, args: Any, kwargs: dict[str, Any], item: int, shapes: Any, selected: Any) -> Any:

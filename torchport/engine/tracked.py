@@ -36,6 +36,7 @@ _FILLS = {torch.zeros, torch.ones, torch.full, torch.empty, torch.empty_strided}
 _DRAWS = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 _DECOMPOSED = {torch.Tensor.resize_, torch.Tensor.repeat_interleave, torch.nn.functional.interpolate, torch.angle}
+_DECOMPOSED |= {torch.tensor_split, torch.Tensor.tensor_split}
 """Functions with a lowering that are left to PyTorch, which decomposes them into operators: it knows their views."""
 _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AssertionError)
 """The exceptions of PyTorch for an operator whose result it cannot describe without values."""
