@@ -32,26 +32,21 @@ BEGIN, END = "<!-- rows: tools/pipelines.py -->", "<!-- end of rows -->"
 PLANS, PLANS_END = "<!-- plans: tools/pipelines.py -->", "<!-- end of plans -->"
 STRATEGIES = ("ulysses", "tp")
 SLICES = ("v6e:2x4", "v5e:2x4")
-FLUX_VAE = {
-    "block_out_channels": [128, 256, 512, 512],
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "latent_channels": 16,
-}
 PLANNED: dict[str, dict[str, dict[str, Any]]] = {
-    "ChromaPipeline": {"vae": FLUX_VAE},
-    "Flux2Pipeline": {},
-    "FluxPipeline": {"transformer": {"guidance_embeds": True}, "vae": FLUX_VAE},
-    "HunyuanVideoPipeline": {},
-    "Kandinsky5T2VPipeline": {},
+    "FluxPipeline": {
+        "transformer": {"guidance_embeds": True},
+        "vae": {
+            "block_out_channels": [128, 256, 512, 512],
+            "down_block_types": ["DownEncoderBlock2D"] * 4,
+            "up_block_types": ["UpDecoderBlock2D"] * 4,
+            "latent_channels": 16,
+        },
+    },
     "LTX2Pipeline": {},
     "LTXPipeline": {},
-    "Lumina2Pipeline": {"vae": FLUX_VAE},
     "MochiPipeline": {},
     "QwenImagePipeline": {},
-    "SanaPipeline": {},
     "WanPipeline": {},
-    "ZImagePipeline": {"vae": FLUX_VAE},
 }
 """Pipelines whose published networks are their classes' defaults, but for these numbers."""
 PIPELINES = [

@@ -71,6 +71,12 @@ def test_a_video_pipelines_card_says_what_its_code_does(texts):
     assert texts.made["MochiPipeline"][0].count("\n") <= 60
 
 
+@pytest.mark.slow
+def test_blocks_that_know_their_place_are_not_stacked(texts):
+    card, *_ = texts("ZImagePipeline")
+    assert card["stacks"]["transformer"].keys() == {"noise_refiner", "context_refiner"}, "`layers` have numbers"
+
+
 def test_two_calls_a_step_are_conditions(texts):
     card, _, published = texts("WanPipeline")
     assert card["call"]["conditions"] == {"encoder_hidden_states": ["prompt_embeds", "negative_prompt_embeds"]}

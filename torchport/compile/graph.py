@@ -458,9 +458,7 @@ def holder_of_traced() -> str:
 
 
 def _named_holder(referrer: Any, things: Sequence[Any], module: str) -> str:
-    """Returns, in words, the global or the class of a model that refers to one of `things`; "" if it is neither.
-    `module` is the name of the module whose globals `referrer` is, or "".
-    """
+    """Returns, in words, the global of `module`, or the class of a model, that refers to one of `things`, or ""."""
     if module and not is_of_library(module):
         names = (key for key, value in referrer.items() if any(value is thing for thing in things))
         return f"'{next(names, '')}' of the module '{module}'"
@@ -470,9 +468,7 @@ def _named_holder(referrer: Any, things: Sequence[Any], module: str) -> str:
 
 
 def _is_followed(referrer: Any) -> bool:
-    """Returns whether the search goes on to an object's referrers: not for frames, for classes, and for objects of
-    libraries other than those that carry values, such as a list.
-    """
+    """Returns whether the search goes on to an object's referrers: of libraries, only lists and the like."""
     if isinstance(referrer, types.FrameType | type):
         return False
     return engine.is_traced(referrer) or not is_of_library(type(referrer).__module__, but=_CARRIERS)

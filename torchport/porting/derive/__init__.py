@@ -5,6 +5,7 @@ It is written once for each pipeline and set of versions, into a pack of the cac
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -16,11 +17,12 @@ from typing import Any
 
 import torch
 
+from torchport.compile import stack
 from torchport.compile.in_force import hushed
 from torchport.config import parse_document, validated
-from torchport.config.card import TOKENS, Card, Job
+from torchport.config.card import TOKENS, Card, Job, Stack
 from torchport.config.pack import DERIVED, derived_folder, find_pack
-from torchport.errors import BadValueError, TorchportError
+from torchport.errors import BadValueError, StackError, TorchportError
 from torchport.files import atomic, cache
 from torchport.load import tiny
 from torchport.load.foreign import brief, line_of, refusals
@@ -173,9 +175,16 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
         if name == "vae":
             fields = {"dtype": "float32", "precision": "high"}
         card["components"][name] = {"class": part.class_path, **fields}
-    stacks = observed.stacks.get(network)
-    if stacks:
-        card |= {"stacks": {network: stacks}}
+    stacks = observed.stacks.get(network, {})
+    # Blocks may know their place. Two blocks of a trial do not show it, so those of the class's own size are compared.
+    with contextlib.suppress(TypeError, ValueError), torch.device("meta"):
+        published = parts[network].cls() if stacks else None  # raises if the class has no size of its own
+        for path, fields in [*stacks.items()]:
+            try:
+                stack.stack(published, {path: Stack(**fields)}, str)
+            except StackError:
+                del stacks[path]
+    card |= {"stacks": {network: stacks}} if stacks else {}
     step = (observed.frames - 1) // 2  # a trial asks for one frame, and twice the VAE's temporal step
     card["frames"] = {"multiple_of": step, "plus": 1} if step > 0 else {"multiple_of": 1, "plus": 0}
     tokenizers = {name: spec for name, spec in trial.configurations.tokenizers.items() if spec is not None}
