@@ -178,10 +178,10 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
     stacks = observed.stacks.get(network, {})
     # Blocks may know their place. Two blocks of a trial do not show it, so those of the class's own size are compared.
     with contextlib.suppress(TypeError, ValueError), torch.device("meta"):
-        published = parts[network].cls() if stacks else None  # raises if the class has no size of its own
+        published: Any = parts[network].cls() if stacks else None  # raises if the class has no size of its own
         for path, fields in [*stacks.items()]:
             try:
-                stack.stack(published, {path: Stack(**fields)}, str)
+                stack.stack(published, {path: Stack.model_validate(fields)}, str)
             except StackError:
                 del stacks[path]
     card |= {"stacks": {network: stacks}} if stacks else {}
