@@ -177,14 +177,16 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
         card["components"][name] = {"class": part.class_path, **fields}
     stacks = observed.stacks.get(network, {})
     # Blocks may know their place. Two blocks of a trial do not show it, so those of the class's own size are compared.
-    with contextlib.suppress(TypeError, ValueError), torch.device("meta"):
-        published: Any = parts[network].cls() if stacks else None  # raises if the class has no size of its own
-        for path, fields in [*stacks.items()]:
-            try:
-                stack.stack(published, {path: Stack.model_validate(fields)}, str)
-            except StackError:
-                del stacks[path]
-    card |= {"stacks": {network: stacks}} if stacks else {}
+    published: Any = None
+    with contextlib.suppress(TypeError, ValueError), torch.device("meta"):  # a class may have no size of its own
+        published = parts[network].cls()
+    for path, fields in [*stacks.items()] if published is not None else ():
+        try:
+            stack.stack(published, {path: Stack.model_validate(fields)}, str)
+        except StackError:
+            del stacks[path]
+    if stacks:
+        card |= {"stacks": {network: stacks}}
     step = (observed.frames - 1) // 2  # a trial asks for one frame, and twice the VAE's temporal step
     card["frames"] = {"multiple_of": step, "plus": 1} if step > 0 else {"multiple_of": 1, "plus": 0}
     tokenizers = {name: spec for name, spec in trial.configurations.tokenizers.items() if spec is not None}
@@ -301,9 +303,7 @@ def published_job_of(card: Mapping[str, Any], demo: Mapping[str, Any], cls: Any)
     """Returns the job of the published weights as YAML's data: upstream's own sizes and steps, on eight chips.
 
     A size that upstream takes from its weights is 1024 x 1024 for a picture, and 480 x 832 and 49 frames for a video.
-
-    Args:
-        demo: The job of the card's demo. Its mesh, of eight devices, stays.
+    The mesh is that of the card's job `demo`, which has eight devices, too.
     """
     takes, unit = inspect.signature(cls.__call__).parameters, card["size_multiple_of"]
     defaults = {field: takes[name].default for name, field in card["call"]["settings"].items()}
