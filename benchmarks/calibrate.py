@@ -42,7 +42,8 @@ DECIDING = ("torchport", "jax", "libtpu", "torchax", "diffusers")
 """Packages that modelled seconds depend on."""
 HEADER = """\
 # Written by `python benchmarks/calibrate.py --write`, read by torchport/plan/step_time.py.
-# factor: a plan's step takes attention + (other + communication) / factor; least squares of log(model / measured).
+# factor: a plan's step takes attention + products + (other - products + communication) / factor, with the products at
+# peak; least squares of log(model / measured).
 # spread_percent: the root mean square of these logarithms, as percent.
 """
 BEGIN, END = "<!-- Made by benchmarks/calibrate.py --page: begin -->", "<!-- end -->"
@@ -246,7 +247,7 @@ def fitted(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     fit equally well, the one next to 1 is taken.
 
     Args:
-        steps: At least one; seconds of attention, of everything else with communication, and measured.
+        steps: At least one; seconds that the factor does not divide, seconds that it divides, and measured.
 
     Returns:
         The factor, and 100 * (exp(r) - 1), r being the root mean square of log(model / measured) with it.
@@ -271,7 +272,8 @@ def fit(models: Sequence[StepModel]) -> Calibration | None:
     """Returns the factor that fits the models, if there are any."""
     if not models:
         return None
-    steps = [(one.parts.attention_s, one.parts.other_s + one.parts.communication_s, one.step.step_s) for one in models]
+    kept = [one.parts.attention_s + one.parts.products_s for one in models]
+    steps = [(least, one.seconds - least, one.step.step_s) for least, one in zip(kept, models, strict=True)]
     factor, spread = fitted(steps)
     deciding = {name: version for name, version in versions().items() if name in DECIDING}
     today = datetime.date.today().isoformat()
@@ -354,14 +356,17 @@ def write(file: Path, by: Calibration) -> None:
 def lines(outcome: Outcome) -> list[str]:
     """Returns a calibration as text."""
     by, width = outcome.calibration, max((len(one.step.name) for one in outcome.models), default=4)
-    head = f"{'step':{width}}  measured  uncalibrated (attention + other + communication)  ratio    model  ratio"
+    sums = "uncalibrated (attention + products + other + communication)"
+    head = f"{'step':{width}}  measured  {sums}  ratio    model  ratio"
     text = [head] if outcome.models else []
     for one in outcome.models:
         seconds = one.parts
-        parts = f"({seconds.attention_s:.2f} + {seconds.other_s:.2f} + {seconds.communication_s:.2f})"
+        other_s = seconds.other_s - seconds.products_s
+        apart = (seconds.attention_s, seconds.products_s, other_s, seconds.communication_s)
+        parts = " + ".join(f"{part:.2f}" for part in apart)
         measured, model = one.step.step_s, one.model_s(by)
         text.append(
-            f"{one.step.name:{width}}  {measured:6.2f} s  {one.seconds:10.2f} s {parts:35}  "
+            f"{one.step.name:{width}}  {measured:6.2f} s  {one.seconds:10.2f} s ({parts:28})  "
             f"{one.seconds / measured:5.2f}  {model:5.2f} s  {model / measured:5.2f}"
             f"{', shorter than its attention alone' * (measured < seconds.attention_s)}"
         )
@@ -405,8 +410,8 @@ def _summary(by: Calibration, models: Sequence[StepModel]) -> str:
     worst = max(ratios, key=lambda name: abs(math.log(ratios[name])))
     at_end = any(math.isclose(end, by.factor, rel_tol=1e-6) for end in RANGE)
     return (
-        f"factor {by.factor:.3f}{', the end of the range searched,' * at_end} for everything but attention (least "
-        f"squares of {by.steps}), spread ±{by.spread_percent:.0f} %; the worst is {worst}, "
+        f"factor {by.factor:.3f}{', the end of the range searched,' * at_end} for all but attention and products "
+        f"(least squares of {by.steps}), spread ±{by.spread_percent:.0f} %; the worst is {worst}, "
         f"{100 * (ratios[worst] - 1):+.0f} % after the factor"
     )
 

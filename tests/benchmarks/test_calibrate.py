@@ -80,7 +80,8 @@ def plans(calibrate, monkeypatch):
         seconds = (
             dict.fromkeys(names) if not outcome else dict.fromkeys(names, 0.0) | dict(zip(names, outcome, strict=False))
         )
-        step = seconds | {"floor_s": 1.0, "flops": 1}
+        products = outcome[1] / 4 if outcome else None
+        step = seconds | {"products_s": products, "floor_s": 1.0, "flops": 1}
         device, call = fakes.memory(peak_bytes=2**35), fakes.attention(peak_percent=64.0)
         stage = fakes.stage(fits=bool(outcome), step=step, attention=call, per_device=device)
         return JobPlan.model_validate(fakes.plan(denoise=stage))
@@ -157,13 +158,13 @@ def test_one_factor_is_fitted_to_all_steps_together(calibrate, published, plans)
     )
     outcome = calibrate.calibrate(path, 2)
     assert [one.seconds for one in outcome.models] == [4.0, 2.0]
-    factor, spread = calibrate.fitted([(3.0, 1.0, 8.0), (1.0, 1.0, 2.0)])
+    factor, spread = calibrate.fitted([(3.25, 0.75, 8.0), (1.125, 0.875, 2.0)])
     assert (outcome.calibration.factor, outcome.calibration.spread_percent, outcome.calibration.steps) == (
         factor,
         spread,
         2,
     )
-    models = [pytest.approx(3.0 + 1.0 / factor), pytest.approx(1.0 + (0.5 + 0.5) / factor)]
+    models = [pytest.approx(3.25 + 0.75 / factor), pytest.approx(1.125 + (0.375 + 0.5) / factor)]
     assert [one.model_s(outcome.calibration) for one in outcome.models] == models
     assert "left out: third, 9 s: no card" in calibrate.lines(outcome)
     given, bounded = plans["asked"][0]
@@ -238,18 +239,20 @@ def test_a_calibration_reads_as_text(calibrate, published, plans):
     plans |= {"a": (3.0, 1.0, 0.0), "b": (1.0, 0.5, 0.5), "c": (2.0, 1.0, 0.0), "d": (2.0, 0.5, 0.0)}
     path = published(step("first", 8.0, way("a")), step("second", 2.0, way("b")), step("third", 4.0, way("d")))
     text = calibrate.lines(calibrate.calibrate(path, 1))
-    assert " ".join(text[1].split()) == "first 8.00 s 4.00 s (3.00 + 1.00 + 0.00) 0.50 5.04 s 0.63"
-    assert " ".join(text[2].split()) == "second 2.00 s 2.00 s (1.00 + 0.50 + 0.50) 1.00 3.04 s 1.52"
+    assert " ".join(text[1].split()) == "first 8.00 s 4.00 s (3.00 + 0.25 + 0.75 + 0.00 ) 0.50 4.85 s 0.61"
+    assert " ".join(text[2].split()) == "second 2.00 s 2.00 s (1.00 + 0.12 + 0.38 + 0.50 ) 1.00 2.99 s 1.49"
     assert text[4] == (
-        "factor 0.489 for everything but attention (least squares of 3), spread ±48 %; the worst is first, "
-        "-37 % after the factor"
+        "factor 0.469 for all but attention and products (least squares of 3), spread ±51 %; the worst is first, "
+        "-39 % after the factor"
     )
     (page := path.with_name("page.md")).write_text(f"{calibrate.BEGIN}\nold\n{calibrate.END}\n")
     calibrate.write_page(page, calibrate.calibrate(path, 1))
-    assert "| splash | 8 | 5.04 | -37 % | S |" in page.read_text() and "old" not in page.read_text()
+    assert "| splash | 8 | 4.85 | -39 % | S |" in page.read_text() and "old" not in page.read_text()
     text = calibrate.lines(calibrate.calibrate(published(step("short", 1.0, way("c"))), 1))
-    assert text[1].endswith(" s   2.05, shorter than its attention alone")
-    assert text[2].startswith("factor 20.000, the end of the range searched, for everything but attention (least ")
+    assert text[1].endswith(" s   2.29, shorter than its attention alone")
+    assert text[2].startswith(
+        "factor 20.000, the end of the range searched, for all but attention and products (least "
+    )
 
 
 @pytest.mark.parametrize(

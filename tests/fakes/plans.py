@@ -8,6 +8,7 @@ def stage(**more):
     step = {
         "attention_s": 3.0,
         "other_s": 1.5,
+        "products_s": 0.25,
         "communication_s": 0.25,
         "uncalibrated_s": 4.75,
         "model_s": 4.75,

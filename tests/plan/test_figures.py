@@ -31,7 +31,7 @@ def test_attention_of_a_kernel_has_a_time_and_any_other_has_none():
 
 
 def test_a_time_that_is_not_known_has_no_parts():
-    unknown = dict.fromkeys(("attention_s", "other_s", "communication_s", "uncalibrated_s", "model_s"))
+    unknown = dict.fromkeys(("attention_s", "other_s", "products_s", "communication_s", "uncalibrated_s", "model_s"))
     assert StepTime(**unknown, floor_s=1.0, flops=1).known is None
 
 

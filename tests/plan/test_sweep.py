@@ -29,7 +29,9 @@ def outcomes(monkeypatch):
         outcome = found.get((given["strategy"], given["mesh"]), 9.0)
         if isinstance(outcome, Exception):
             raise outcome
-        seconds = dict.fromkeys(("attention_s", "other_s", "communication_s", "uncalibrated_s", "model_s"), outcome)
+        seconds = dict.fromkeys(
+            ("attention_s", "other_s", "products_s", "communication_s", "uncalibrated_s", "model_s"), outcome
+        )
         fields = {"step": {**seconds, "floor_s": 1.0, "flops": 1}}
         if outcome is None:
             fields |= {"fits": False, "per_block": None, "per_device": memory(peak_bytes=2**36)}

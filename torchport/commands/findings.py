@@ -141,7 +141,9 @@ def as_sarif(report: Report) -> str:
     results = []
     for finding in report.findings:
         file, line = _file_and_line(finding.place)
-        uri = _uri(file, root)
+        path = Path(os.path.normpath(here / file))
+        # A name that is not UTF-8 is quoted by its bytes, as `as_uri` does.
+        uri = urllib.parse.quote(os.fsencode(path.relative_to(root))) if path.is_relative_to(root) else path.as_uri()
         # Without numbers of lines, a finding's fingerprint stays the same when its lines move.
         text = re.sub(r"(:|\bline )\d+", "", finding.text)
         facts = (finding.id, uri, finding.patch, finding.step, text)
@@ -179,13 +181,6 @@ def _rule(id: str) -> dict[str, Any]:
         "help": {"text": f"{page}\n\nSee: torchport explain {id}"},
         "defaultConfiguration": {"level": "error"},
     }
-
-
-def _uri(file: str, root: Path) -> str:
-    """Returns a file as a URI: relative to the repository's root if the file lies below, else absolute."""
-    path = Path(os.path.normpath(Path.cwd() / file))
-    # A name that is not UTF-8 is quoted by its bytes, as `as_uri` does.
-    return urllib.parse.quote(os.fsencode(path.relative_to(root))) if path.is_relative_to(root) else path.as_uri()
 
 
 def as_junit(report: Report) -> str:

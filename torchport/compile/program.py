@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torchport import engine, patch, shard
 from torchport.compile import jax_cache, stack
 from torchport.compile.eager import FirstNotFinite, How, plainly
+from torchport.config import xla_flags
 from torchport.config.card import Stack
 from torchport.config.strategy import ActivationRule, Rule
 from torchport.errors import BadValueError, MachineError, VmemError
@@ -229,17 +230,19 @@ class Compiled:
         if not self.network.keeps:
             self._check_alive(names)
         with self._tracing():
+            options = xla_flags.compiler_options(dispatch.platform()[1])
+            jit = functools.partial(jax.jit, donate_argnames="caches", compiler_options=options)
             with engine.wide():
                 # The trace adds to `names` the outputs that later calls take as inputs: a rule may be for these.
-                program = jax.jit(self._function(static, names), donate_argnames="caches")
+                program = jit(self._function(static, names))
                 traced = program.trace(*self._arguments(arrays))
-            traced, self._tables = self._with_tables(traced, self._arguments(arrays))
+            traced, self._tables = self._with_tables(traced, self._arguments(arrays), jit)
             # Lowered without 64-bit types, a loop counts in 32 bits; a TPU has no others.
             lowered = traced.lower()
         self._check_alive(names)
         return lowered
 
-    def _with_tables(self, traced: Any, arguments: Any) -> tuple[Any, list[Any]]:
+    def _with_tables(self, traced: Any, arguments: Any, jit: Callable[..., Any]) -> tuple[Any, list[Any]]:
         """Returns a traced program that takes its large constants as its first argument, and these constants: XLA
         compiles large constants slowly. Without large ones, it returns the program as it is, and an empty list.
         """
@@ -260,7 +263,7 @@ class Compiled:
         tables = [numpy.asarray(closed.consts[number]) for number in large]
         shapes = [jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=where) for table in tables]
         with engine.wide():  # as in the first trace: the program's values may have 64 bits
-            return jax.jit(program, donate_argnames="caches").trace(shapes, *arguments), tables
+            return jit(program).trace(shapes, *arguments), tables
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Literal
 import pydantic
 
 from torchport.config.document import Frozen, read_document, validated
-from torchport.config.machine import Machine
+from torchport.config.machine import TPU_CHIPS, Machine
 from torchport.errors import BadValueError, UnknownNameError, nearest
 
 FILE = Path(__file__).with_name("xla_flags.yaml")
@@ -18,6 +19,8 @@ VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "cpu": "XLA_FLAGS"}
 """The environment variable from which the compiler of a platform reads its flags, once, when it starts."""
 FUSION = re.compile(r"(--xla_tpu_enable_async_collective_fusion\w*)=true")
 OVERLAP = "--xla_tpu_overlap_compute_collective_tc"
+FUSION_VMEM = "xla_tpu_scoped_vmem_limit_kib"
+"""By default 16 MiB on v5e and v5p, 32 on v6e and tpu7x, which is little for a large product: docs/performance.md."""
 
 
 class Flag(Frozen):
@@ -96,6 +99,15 @@ def flag_set(name: str, machine: Machine) -> FlagSet:
         remedy = f"Leave it out, or name one for a {machine.platform}: {', '.join(fitting)}"
         raise BadValueError(place, fact, remedy if fitting else "Leave it out", name=name)
     return flags
+
+
+def compiler_options(chip: str | None) -> dict[str, str]:
+    """Returns the flags that the compiler gets with each program: on a TPU, three quarters of VMEM for a fusion. They
+    are empty without a chip, and if LIBTPU_INIT_ARGS has the flag: the user's value counts.
+    """
+    if chip is None or f"--{FUSION_VMEM}=" in os.environ.get(VARIABLES["tpu"], ""):
+        return {}
+    return {FUSION_VMEM: str(TPU_CHIPS[chip].vmem * 3 // 4 // 1024)}
 
 
 def nan_pair(environment: Mapping[str, str]) -> str | None:

@@ -102,6 +102,8 @@ class Parts(Figure, Generic[SecondsT]):
     """seconds of attention kernels, by the model; 0 where attention is no kernel but XLA's"""
     other_s: SecondsT
     """seconds of all else that computes, by the compiler's estimate; products at peak at the least"""
+    products_s: SecondsT
+    """seconds of `other_s` that its products take at peak: no program takes less, so no factor divides them"""
     communication_s: SecondsT
     """seconds of the collectives, by the model"""
 
@@ -110,9 +112,9 @@ class ModelledTime(Parts[SecondsT], Generic[SecondsT]):
     """The parts with their sum, before and after the factor."""
 
     uncalibrated_s: SecondsT
-    """seconds: the sum of the three"""
+    """seconds: the sum of attention, other and communication"""
     model_s: SecondsT
-    """seconds: the same; of a step that denoises, with all but attention divided by the factor of the calibration"""
+    """seconds: the same; of a step that denoises, with all but attention and products divided by a factor"""
 
 
 class KnownTime(ModelledTime[float]):
@@ -123,7 +125,13 @@ class KnownTime(ModelledTime[float]):
         """The factor of the calibration; 1 without a calibration, or where attention takes all of the time."""
         if self.model_s == self.uncalibrated_s:
             return 1.0
-        return (self.other_s + self.communication_s) / (self.model_s - self.attention_s)
+        kept = self.attention_s + self.products_s
+        return (self.uncalibrated_s - kept) / (self.model_s - kept)
+
+    @property
+    def calibrated_other_s(self) -> float:
+        """Seconds of all that computes but attention, as they are in `model_s`."""
+        return self.products_s + (self.other_s - self.products_s) / self.factor
 
 
 class StepTime(ModelledTime[float | None]):
@@ -208,25 +216,6 @@ class Overflow(Figure):
     """the same in words"""
 
 
-class Underestimate(Figure):
-    """Convolutions and matrix products that count with more than their compiler's estimate. All of them fit."""
-
-    what: Literal["estimate"]
-    """the compiler's estimate"""
-    count: int
-    """convolutions and matrix products of one run that are estimated below their arithmetic, as often as they run"""
-    negative: int
-    """of these, those with a negative estimate"""
-    estimated_ms: float
-    """milliseconds of all of them by the compiler's estimate"""
-    charged_ms: float
-    """milliseconds that count instead: their arithmetic in all its passes at the chip's bfloat16 peak"""
-    source: str
-    """the line of PyTorch of the one with the largest difference; empty where there is none"""
-    fact: str
-    """the same in words"""
-
-
 class PlanFigures(Figure):
     """The figures that a program has, and a stage of one or several programs."""
 
@@ -246,8 +235,8 @@ class PlanFigures(Figure):
     """the largest call of attention"""
     largest: list[Operation]
     """the ten most expensive operations of a block, or where there is none of the stage"""
-    findings: list[Annotated[Overflow | Underestimate, pydantic.Field(discriminator="what")]]
-    """what does not fit, and what counts with more than the compiler estimates"""
+    findings: list[Overflow]
+    """what does not fit"""
     not_modelled: list[str]
     """what takes time and is in no part of the model"""
     operators: str = ""

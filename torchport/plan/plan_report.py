@@ -19,7 +19,6 @@ from torchport.plan.figures import (
     Overflow,
     StageLeftOut,
     StagePlan,
-    Underestimate,
     largest_shape,
     mesh_text,
     moved_bytes,
@@ -81,7 +80,7 @@ def _stage_lines(name: str, stage: StagePlan) -> list[str]:
             f"; constants of the program {_size(device.constants_bytes)}"
         )
     text = [usage]
-    text += [f"  DOES NOT FIT: {_finding_line(finding)}" for finding in stage.findings if isinstance(finding, Overflow)]
+    text += [f"  DOES NOT FIT: {_finding_line(finding)}" for finding in stage.findings]
     if stage.per_block:
         text += _block_lines(stage.per_block)
     text += _step_lines(name, stage)
@@ -89,7 +88,6 @@ def _stage_lines(name: str, stage: StagePlan) -> list[str]:
         of_block = " of a block" if stage.per_block else ""
         text.append(f"  the most expensive operations{of_block}:")
     text += [f"    {operation.ms:6.3f} ms  {operation.opcode:8} {operation.source}" for operation in stage.largest]
-    text += [f"  {_finding_line(finding)}" for finding in stage.findings if isinstance(finding, Underestimate)]
     text += [f"  not modelled: {fact}" for fact in stage.not_modelled]
     if stage.operators:
         text.append(f"  {stage.operators}")
@@ -107,26 +105,21 @@ def _step_lines(name: str, stage: StagePlan) -> list[str]:
         text.append(f"  {scope:8}  {count:g} collectives, {moved_bytes(collectives) / 1e6:.3g} MB on each device")
     if step := stage.step.known:
         left = step.model_s - step.attention_s
-        divided = "" if step.factor == 1.0 else f"; the last two divided by {step.factor:.3g} make {left:.3g}"
+        divided = f"; the last two, without the products, divided by {step.factor:.3g}: with them {left:.3g}"
+        divided = "" if step.factor == 1.0 else divided
         text.append(
             f"  {scope:8}  {step.model_s:.3g} s by the model (attention {step.attention_s:.3g}, other "
-            f"{step.other_s:.3g}, communication {step.communication_s:.3g}{divided}); "
-            f"the arithmetic alone at peak takes {stage.step.floor_s:.3g} s"
+            f"{step.other_s:.3g}, of it {step.products_s:.3g} for products at peak, communication "
+            f"{step.communication_s:.3g}{divided}); the arithmetic alone at peak takes {stage.step.floor_s:.3g} s"
         )
     return text
 
 
-def _finding_line(finding: Overflow | Underestimate) -> str:
-    if isinstance(finding, Overflow):
-        where = "".join(f" {name}" for name in (finding.kernel, finding.tile) if name)
-        asked, limit = finding.asked_bytes, finding.limit_bytes
-        sizes = "" if asked is None else f": {asked:,} bytes, limit {limit:,}"
-        return f"{finding.what.upper()}{where}{sizes}. {finding.fact}"
-    negative = f", {finding.negative} of them negative" if finding.negative else ""
-    return (
-        f"Estimated too low: {finding.count} product(s), {finding.estimated_ms:.3g} ms by the compiler{negative}; "
-        f"{finding.charged_ms:.3g} ms count, their arithmetic at peak. Furthest off: {finding.source or 'no line'}"
-    )
+def _finding_line(finding: Overflow) -> str:
+    where = "".join(f" {name}" for name in (finding.kernel, finding.tile) if name)
+    asked, limit = finding.asked_bytes, finding.limit_bytes
+    sizes = "" if asked is None else f": {asked:,} bytes, limit {limit:,}"
+    return f"{finding.what.upper()}{where}{sizes}. {finding.fact}"
 
 
 def _size(size: int | None) -> str:
@@ -186,8 +179,7 @@ def _section(name: str, stage: StagePlan | StageLeftOut) -> dict[str, Any]:
         return {"name": name, "status": stage.status.replace("_", " "), "why": stage.why}
     return {
         "name": name,
-        "findings": [f"Does not fit: {_finding_line(item)}" for item in stage.findings if isinstance(item, Overflow)],
-        "estimates": [_finding_line(item) for item in stage.findings if isinstance(item, Underestimate)],
+        "findings": [f"Does not fit: {_finding_line(item)}" for item in stage.findings],
         "charts": [*_time_charts(name, stage), _memory_chart(stage.per_device)],
         "tables": _tables(name, stage),
         "not_modelled": stage.not_modelled,
@@ -199,11 +191,12 @@ def _time_charts(name: str, stage: StagePlan) -> list[BarChart]:
     block, charts = stage.per_block, []
     if step := stage.step.known:
         scope = "One step" if name in DENOISING else "The whole stage"
-        # So that the parts add up to `model_s`, all but attention are divided by the calibration's factor.
-        factor = step.factor
-        other, moved = (1e3 * seconds / factor for seconds in (step.other_s, step.communication_s))
-        largest = [operation.model_copy(update={"ms": operation.ms / factor}) for operation in stage.largest]
-        known = "modelled" if factor == 1.0 else f"modelled, all but attention divided by {factor:.3g}"
+        # So that the parts add up to `model_s`, they are shown as the calibration makes them.
+        factor, other = step.factor, 1e3 * step.calibrated_other_s
+        moved = 1e3 * (step.model_s - step.attention_s) - other
+        share = step.calibrated_other_s / (step.other_s or 1)
+        largest = [operation.model_copy(update={"ms": operation.ms * share}) for operation in stage.largest]
+        known = "modelled" if factor == 1.0 else f"modelled, all but attention and products divided by {factor:.3g}"
         title = f"{scope}, {known}: {step.model_s:.4g} s; below it the arithmetic alone at peak, the floor"
         floor_s = stage.step.floor_s
         floor = BarPart("floor", "floor: arithmetic alone at peak", floor_s * 1e3, f"{floor_s:.4g} s")

@@ -233,7 +233,7 @@ def _program_plan(task: Task, compiled: aot.CompiledProgram, folder: Path, denoi
         step=time.step(),
         attention=time.attention,
         largest=time.largest(),
-        findings=[*time.underestimates()],
+        findings=[],
         not_modelled=time.not_modelled(),
         **shared,
     )
@@ -404,10 +404,9 @@ def _device_part(plan: StagePlan, stage: Stage) -> ClipPart:
     """Returns the time of a stage on the devices, with its largest share named as the limit."""
     step = plan.step.known
     assert step is not None
-    # The calibration divided other operations and communication alike, so their ratio has not changed.
-    rest = step.model_s - step.attention_s
-    other = rest * step.other_s / ((step.other_s + step.communication_s) or 1)  # 0 if both are 0
-    shares = {"attention": step.attention_s, "other operations": other, "communication": rest - other}
+    other = step.calibrated_other_s
+    moved = step.model_s - step.attention_s - other
+    shares = {"attention": step.attention_s, "other operations": other, "communication": moved}
     largest = max(shares, key=lambda name: shares[name])
     count = f"{plan.steps} steps of {step.model_s:.3g} s, " if stage.name in DENOISING else ""
     limit = f"{count}{shares[largest] / step.model_s:.0%} of it {largest}" if step.model_s else "nothing"

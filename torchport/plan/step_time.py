@@ -29,7 +29,6 @@ from torchport.plan.figures import (
     Operation,
     Parts,
     StepTime,
-    Underestimate,
 )
 from torchport.plan.tpu import bundles, hlo
 from torchport.shard import grid, ways
@@ -104,6 +103,7 @@ class ProgramTime:
         parts = Parts[float](
             attention_s=(sum(attention_ms) + repeats * max(attention_ms, default=0.0)) / 1e3,
             other_s=self.program.cycles() / self.chip.clock + self._kernel_seconds(computation=None),
+            products_s=sum(run.least * run.times for run in self.program.priced(None)) / self.chip.clock,
             communication_s=communication_seconds(sent, self.chip),
         )
         # The calibration was fitted to denoising steps.
@@ -132,23 +132,6 @@ class ProgramTime:
             for runs in self.program.largest(10, computation)
         ]
         return sorted([*kernels, *compiled], key=lambda operation: -operation.ms)[:10]
-
-    def underestimates(self) -> list[Underestimate]:
-        """Returns a single finding for all operations that count with more than the compiler's estimate; or []."""
-        raised = self.program.underestimated()
-        if not raised:
-            return []
-        return [
-            Underestimate(
-                what="estimate",
-                count=sum(runs.times for runs in raised),
-                negative=sum(runs.times for runs in raised if runs.estimated < 0),
-                estimated_ms=self._ms(sum(runs.estimated for runs in raised)),
-                charged_ms=self._ms(sum(runs.cycles for runs in raised)),
-                source=str(raised[0].instruction.source or ""),
-                fact="The compiler estimates less than the arithmetic takes at peak, which counts instead",
-            )
-        ]
 
     def not_modelled(self) -> list[str]:
         """Returns in words all work that takes time on a TPU, but is in no part of the model."""
@@ -265,16 +248,16 @@ def _attention(task: Task, call: dispatch.Traced) -> Attention:
 CALIBRATION = Path(__file__).with_name("calibration.yaml")
 """The only factor between modelled and measured step times, which `benchmarks/calibrate.py` fits.
 
-All estimates but attention's are divided by it: those of the compiler, and those of collectives. A factor of 1.6 says
-that these estimates are 1.6 times the measured time of a step without attention. Attention is not divided: its time is
-from the kernel's instruction schedule, which has no stalls, so that it is a lower bound. All models, machines, kernels
-and meshes share the factor: with a factor for each, the model would only repeat the measurements.
+It divides the estimates of collectives, and what the compiler's estimates have beyond the products at peak. Attention
+and these products are not divided, as no program takes less: attention's time is from the kernel's instruction
+schedule, which has no stalls. All models, machines, kernels and meshes share the factor: with a factor for each, the
+model would only repeat the measurements.
 """
 
 
 class Calibration(Frozen):
     factor: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
-    """The divisor of everything but attention."""
+    """The divisor of all but attention and the products at peak."""
     spread_percent: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
     """The root mean square of log(modelled / measured) over the steps, as percent."""
     steps: pydantic.PositiveInt
@@ -295,16 +278,17 @@ def shipped_calibration() -> Calibration | None:
 
 
 def calibrated(parts: Parts[float], calibration: Calibration | None) -> float:
-    """Returns the sum of a model's seconds; with a calibration, all but attention is divided by the factor."""
-    rest = parts.other_s + parts.communication_s
-    return parts.attention_s + (rest if calibration is None else rest / calibration.factor)
+    """Returns the sum of a model's seconds; a calibration's factor divides all but attention and products at peak."""
+    kept = parts.attention_s + parts.products_s
+    rest = parts.other_s - parts.products_s + parts.communication_s
+    return kept + (rest if calibration is None else rest / calibration.factor)
 
 
 def calibration_words(calibration: Calibration | None, versions: Mapping[str, str]) -> str:
     """Returns in words the calibration of modelled times, with its versions where they differ from `versions`."""
     if calibration is None:
         return "uncalibrated"
-    factor = f"factor {calibration.factor:.3g} for all but attention"
+    factor = f"factor {calibration.factor:.3g} for all but attention and products"
     spread = f"spread ±{calibration.spread_percent:.0f} %"
     text = f"calibrated with {calibration.steps} published steps, {factor}, {spread}"
     fitted = calibration.versions.items()

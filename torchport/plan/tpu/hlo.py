@@ -192,7 +192,7 @@ class HloProgram:
 
     def cycles(self, computation: str | None = None) -> int:
         """Returns the cycles of all instructions with an estimate; Pallas kernels and collectives have no estimate."""
-        return sum(run.cycles for run in self._priced(computation))
+        return sum(run.cycles for run in self.priced(computation))
 
     def kernels(self, computation: str | None = None) -> dict[str, int]:
         """Returns the number of runs of each Pallas kernel by its name, kernels in fusions included."""
@@ -205,12 +205,7 @@ class HloProgram:
 
     def largest(self, number: int, computation: str | None = None) -> list[InstructionRuns]:
         """Returns the `number` instructions with the most cycles in all runs together, the largest first."""
-        return sorted(self._priced(computation), key=lambda run: -run.cycles)[:number]
-
-    def underestimated(self) -> list[InstructionRuns]:
-        """Returns the instructions whose arithmetic takes longer than the estimate, the largest difference first."""
-        raised = [run for run in self._priced(computation=None) if run.cycles > run.estimated]
-        return sorted(raised, key=lambda run: run.estimated - run.cycles)
+        return sorted(self.priced(computation), key=lambda run: -run.cycles)[:number]
 
     def unpriced(self) -> list[InstructionRuns]:
         """Returns the instructions that take time, but have no estimate and no model; the largest output first."""
@@ -284,7 +279,7 @@ class HloProgram:
         kept = inside.instructions[root.operands[0]] if root.operands else root
         return root.opcode == "dynamic-slice" and kept.opcode == "all-reduce"
 
-    def _priced(self, computation: str | None) -> Iterator[InstructionRuns]:
+    def priced(self, computation: str | None) -> Iterator[InstructionRuns]:
         """Yields the instructions whose cycles count: synchronous, with an estimate, and without a kernel."""
         for run in self.walk(computation):
             kernel = any(inner.kernel for _, inner in self._with_fused(run.instruction))

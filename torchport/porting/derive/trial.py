@@ -587,7 +587,10 @@ def _watch_decoding(pipe: Any, observed: Observed) -> None:
     def process(real: Any, *args: Any, **kwargs: Any) -> Any:
         video = [*args, *kwargs.values()][0]  # its first argument, by position or by keyword
         if decoded:  # else this is a further frame of the video in the call before
-            observed.changes_decoded = len(decoded) > 1 or not _is_part(video, decoded[0])
+            first = decoded[0]
+            is_view = isinstance(video, torch.Tensor) and video.ndim < first.ndim  # at one position of a dim
+            is_view = is_view and video.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            observed.changes_decoded = len(decoded) > 1 or not (video is first or is_view)
             decoded.clear()
         return real(*args, **kwargs)
 
@@ -595,13 +598,6 @@ def _watch_decoding(pipe: Any, observed: Observed) -> None:
     for name in ("postprocess", "postprocess_video"):
         if hasattr(processor, name):
             setattr(processor, name, functools.partial(process, getattr(processor, name)))
-
-
-def _is_part(video: Any, decoded: torch.Tensor) -> bool:
-    """Returns whether `video` is the decoded tensor, or a view of it at one position of a dim."""
-    if video is decoded or not isinstance(video, torch.Tensor):
-        return video is decoded
-    return video.untyped_storage().data_ptr() == decoded.untyped_storage().data_ptr() and video.ndim < decoded.ndim
 
 
 def _as_list(returned: Any) -> list[Any]:
