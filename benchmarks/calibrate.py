@@ -15,6 +15,7 @@ import dataclasses
 import datetime
 import itertools
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Annotated, Any
 
 import pydantic
 
-from torchport.config import Document, Frozen, read_document, validated
+from torchport.config import Document, Frozen, read_document, validated, xla_flags
 from torchport.config.strategy import Axis
 from torchport.errors import BadValueError, TorchportError
 from torchport.kernels.attention import tiles
@@ -50,6 +51,8 @@ BEGIN, END = "<!-- Made by benchmarks/calibrate.py --page: begin -->", "<!-- end
 """The comments between which a page has the table."""
 RANGE = (0.05, 20.0)
 """Between which the factor is searched."""
+FLAGS = f"--{xla_flags.FUSION_VMEM}=32768"
+"""The compiler's own limit on v6e and tpu7x: no source of a published step says another."""
 POINTS = 400
 """Of one search; the next ones are between the neighbours of the best of them."""
 SEARCHES = 5
@@ -429,6 +432,7 @@ def main() -> None:
         "--page", type=Path, metavar="FILE", help="write the table into a page, between its two comments"
     )
     arguments = parser.parse_args()
+    os.environ.setdefault(xla_flags.VARIABLES["tpu"], FLAGS)
     outcome = calibrate(STEPS, arguments.jobs)
     print("\n".join(lines(outcome)))
     if arguments.page is not None:
