@@ -252,9 +252,6 @@ class Stacked(torch.nn.Module):
                 layer, index, given = item
                 if not is_all:  # slices of the weights for some blocks would be copies
                     layer = {k: jax.lax.dynamic_index_in_dim(each, index, keepdims=False) for k, each in layers.items()}
-                # A block's weights become arrays of their own first: a product that reads them out of the stack takes
-                # a third longer on a TPU, by the compiler's estimate, since it cannot choose how they lie.
-                layer = jax.lax.optimization_barrier(layer)
                 return engine.call_torch(torch_block, carry, layer, {**shared, **given}), None
 
             indices = jnp.arange(blocks.start, blocks.stop, dtype=jnp.int32)
