@@ -432,7 +432,6 @@ def main() -> None:
         "--page", type=Path, metavar="FILE", help="write the table into a page, between its two comments"
     )
     arguments = parser.parse_args()
-    os.environ.setdefault(xla_flags.VARIABLES["tpu"], FLAGS)
     outcome = calibrate(STEPS, arguments.jobs)
     print("\n".join(lines(outcome)))
     if arguments.page is not None:
@@ -444,4 +443,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault(xla_flags.VARIABLES["tpu"], FLAGS)
     main()

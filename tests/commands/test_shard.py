@@ -54,7 +54,7 @@ def test_inputs_whose_shapes_are_known_are_shown_with_what_they_get():
 
     found = inputs("height=192", "width=320")
     assert found["transformer"].specs == ("[dp]",) and found["transformer"].matches == 7
-    assert found["vae"].specs == ("replicate",), "20 columns, which eight devices cannot share"
+    assert found["vae"].specs == ("[-, -, -, -, tp]",), "20 columns, which four devices share, and eight cannot"
     assert found["vae"].notes == ("1 by fallback from [-, -, -, -, (dp, tp)]",)
     wide = inputs("width=128")["vae"]
     assert wide.specs == ("[-, -, -, -, (dp, tp)]",) and not wide.notes
