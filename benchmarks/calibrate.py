@@ -275,8 +275,8 @@ def fit(models: Sequence[StepModel]) -> Calibration | None:
     """Returns the factor that fits the models, if there are any."""
     if not models:
         return None
-    kept = [one.parts.attention_s + one.parts.products_s for one in models]
-    steps = [(least, one.seconds - least, one.step.step_s) for least, one in zip(kept, models, strict=True)]
+    undivided = [one.parts.attention_s + one.parts.products_s for one in models]
+    steps = [(s, one.seconds - s, one.step.step_s) for s, one in zip(undivided, models, strict=True)]
     factor, spread = fitted(steps)
     deciding = {name: version for name, version in versions().items() if name in DECIDING}
     today = datetime.date.today().isoformat()
@@ -365,8 +365,8 @@ def lines(outcome: Outcome) -> list[str]:
     for one in outcome.models:
         seconds = one.parts
         other_s = seconds.other_s - seconds.products_s
-        apart = (seconds.attention_s, seconds.products_s, other_s, seconds.communication_s)
-        parts = " + ".join(f"{part:.2f}" for part in apart)
+        summands = (seconds.attention_s, seconds.products_s, other_s, seconds.communication_s)
+        parts = " + ".join(f"{part:.2f}" for part in summands)
         measured, model = one.step.step_s, one.model_s(by)
         text.append(
             f"{one.step.name:{width}}  {measured:6.2f} s  {one.seconds:10.2f} s ({parts:28})  "

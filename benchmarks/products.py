@@ -44,8 +44,8 @@ def lines(chip: str, mibs: list[int]) -> list[str]:
     limits = {"default": None} | {f"{mib} MiB": 1024 * mib for mib in mibs if mib * 2**20 < TPU_CHIPS[chip].vmem}
     text = []
     for name, features in PRODUCTS.items():
-        core = TPU_CHIPS[chip].cores * TPU_CHIPS[chip].bundle_flops * TPU_CHIPS[chip].clock
-        found = {"peak": 1e3 * 2 * TOKENS * features[0] * features[1] / core}
+        flops = TPU_CHIPS[chip].cores * TPU_CHIPS[chip].bundle_flops * TPU_CHIPS[chip].clock
+        found = {"peak": 1e3 * 2 * TOKENS * features[0] * features[1] / flops}
         found |= {limit: estimate(chip, features, kib) for limit, kib in limits.items()}
         text.append(f"{chip:6} {name:10}" + "".join(f"  {limit} {ms:.2f}" for limit, ms in found.items()) + " ms")
     return text
@@ -62,7 +62,9 @@ def main() -> None:
             *child.call(
                 "products:lines",
                 *(chip, [int(mib) for mib in arguments.mib.split(",")]),
-                ended=lambda end: TopologyError("benchmarks/products.py", f"The compiler {end}", "Mend that"),
+                ended=lambda end: TopologyError(
+                    "benchmarks/products.py", f"The compiler {end}", "Name another chip or limit"
+                ),
                 environment=absent.environment(),
             ),
             sep="\n",

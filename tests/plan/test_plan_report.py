@@ -106,7 +106,8 @@ def test_a_calibrated_step_has_attention_and_products_as_they_are_and_all_else_d
     [line] = [line for line in plan_report.lines(plan(denoise=calibrated())) if "by the model" in line]
     assert line == (
         "  per step  4.45 s by the model (attention 3, other 1.5, of it 0.25 for products at peak, communication 0.25; "
-        "the last two, without the products, divided by 1.25: with them 1.45); the arithmetic alone at peak takes 2.5 s"
+        "the last two make 1.45, as all of them but the products is divided by 1.25); "
+        "the arithmetic alone at peak takes 2.5 s"
     )
     [line] = [line for line in plan_report.lines(plan()) if "by the model" in line]
     assert "of it 0.25 for products at peak, communication 0.25); the" in line, "nothing was divided"

@@ -105,7 +105,7 @@ def _step_lines(name: str, stage: StagePlan) -> list[str]:
         text.append(f"  {scope:8}  {count:g} collectives, {moved_bytes(collectives) / 1e6:.3g} MB on each device")
     if step := stage.step.known:
         left = step.model_s - step.attention_s
-        divided = f"; the last two, without the products, divided by {step.factor:.3g}: with them {left:.3g}"
+        divided = f"; the last two make {left:.3g}, as all of them but the products is divided by {step.factor:.3g}"
         divided = "" if step.factor == 1.0 else divided
         text.append(
             f"  {scope:8}  {step.model_s:.3g} s by the model (attention {step.attention_s:.3g}, other "

@@ -123,14 +123,9 @@ class InstructionRuns:
     least: int = 0
 
     @property
-    def estimated(self) -> int:
-        """The compiler's estimate of the cycles of all runs together; 0 without an estimate."""
-        return (self.instruction.cycles or 0) * self.times
-
-    @property
     def cycles(self) -> int:
         """The cycles of all runs together: the compiler's estimate, but no less than the arithmetic takes."""
-        return max(self.estimated, self.least * self.times)
+        return max(self.instruction.cycles or 0, self.least) * self.times
 
 
 @dataclasses.dataclass(frozen=True)

@@ -180,11 +180,12 @@ def card_of(trial: PipelineTrial, observed: Observed, model: str) -> dict[str, A
     published: Any = None
     with contextlib.suppress(TypeError, ValueError), torch.device("meta"):  # a class may have no size of its own
         published = parts[network].cls()
-    for path, fields in [*stacks.items()] if published is not None else ():
-        try:
-            stack.stack(published, {path: Stack.model_validate(fields)}, str)
-        except StackError:
-            del stacks[path]
+    if published is not None:
+        for path, fields in list(stacks.items()):
+            try:
+                stack.stack(published, {path: Stack.model_validate(fields)}, str)
+            except StackError:
+                del stacks[path]
     if stacks:
         card |= {"stacks": {network: stacks}}
     step = (observed.frames - 1) // 2  # a trial asks for one frame, and twice the VAE's temporal step

@@ -588,8 +588,9 @@ def _watch_decoding(pipe: Any, observed: Observed) -> None:
         video = [*args, *kwargs.values()][0]  # its first argument, by position or by keyword
         if decoded:  # else this is a further frame of the video in the call before
             first = decoded[0]
-            is_view = isinstance(video, torch.Tensor) and video.ndim < first.ndim  # at one position of a dim
-            is_view = is_view and video.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            is_smaller = isinstance(video, torch.Tensor) and video.ndim < first.ndim
+            # A view of it at one position of a dim is no change.
+            is_view = is_smaller and video.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
             observed.changes_decoded = len(decoded) > 1 or not (video is first or is_view)
             decoded.clear()
         return real(*args, **kwargs)
