@@ -29,7 +29,7 @@ def write(file, key, shape):
 def test_a_file_that_is_not_here_is_taken_for_granted_and_the_plan_says_so(tmp_path):
     task = task_of(tmp_path / "absent.safetensors")
     assert aot.unchecked_loras(task) == [f"the LoRA '{tmp_path}/absent.safetensors' fits: the file is not here"]
-    assert planning._assumptions(task, True)[-1] == aot.unchecked_loras(task)[0]
+    assert planning._assumptions(task, True, False)[-1] == aot.unchecked_loras(task)[0]
 
 
 def test_a_file_that_is_here_is_checked_by_its_header(tmp_path):

@@ -250,7 +250,7 @@ def test_scores_without_a_bound_are_planned_with_a_running_maximum(monkeypatch):
         )
         assert asked["bounded"] is bounded
     task = accept(dataclasses.replace(request(*ULYSSES), stage="denoise"))
-    assert planning._assumptions(task, False)[0] == "no bound of the scores 'joint'"
+    assert planning._assumptions(task, False, False)[0] == "no bound of the scores 'joint'"
     [stage] = task.stages
     for bounded in (True, False):
         with aot.outlined(task, stage, jax.devices(), bounded) as found:

@@ -58,7 +58,7 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
 
     Args:
         stage: A stage with a network whose inputs' shapes are known before a run (`Stage.like`); raises for others.
-        bounded: Whether attention scores are taken to be within the bounds that the card names.
+        bounded: Whether attention scores are taken to be within the card's bounds, or within reach of shifts.
     """
     if stage.network is None or stage.like is None:
         raise BadValueError(f"--stage {stage.name}", "Its inputs are not known beforehand", "Plan the stage 'denoise'")
@@ -76,7 +76,7 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
         kernels: list[dispatch.Traced | dispatch.Pass] = []
         program = network.compiled(task, stage, module, weights, mesh, record=kernels.append)
         if not bounded:
-            program.attention = dataclasses.replace(program.attention, bounds={})
+            program.attention = dataclasses.replace(program.attention, bounds={}, shifts=False)
         yield StageNetwork(program, called, kernels)
 
 

@@ -165,6 +165,8 @@ class Attention(Figure):
     """features of a head"""
     bounded: bool
     """whether a bound of the scores is known"""
+    shifted: bool
+    """whether shifts of the scores are taken to spare the maximum"""
     arrays: int
     """arrays that the keys come in"""
     dtype: str

@@ -120,7 +120,9 @@ def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] 
         versions=versions(),
         assumptions=[
             step_time.calibration_words(step_time.shipped_calibration(), versions()),
-            *_assumptions(task, bounded),
+            *_assumptions(
+                task, bounded, any(stage.attention and stage.attention.shifted for stage in planned.values())
+            ),
             *([] if clip_plan is None else [CLIP_ASSUMED]),
         ],
         lossy=lossy(task),
@@ -176,10 +178,12 @@ def _left_out(task: Task, stage: Stage) -> StageLeftOut:
     return StageLeftOut(status="not_asked", why=f"Add --stage {stage.name}, or --stage all")
 
 
-def _assumptions(task: Task, bounded: bool) -> list[str]:
-    """Returns in words what a plan takes for granted: about bounds of scores, tokens, time, flags and LoRA files."""
+def _assumptions(task: Task, bounded: bool, shifted: bool) -> list[str]:
+    """Returns in words what a plan takes for granted: about scores, tokens, time, flags and LoRA files."""
     text = "the norms' gains keep the scores '{}' within their bound" if bounded else "no bound of the scores '{}'"
     known = [text.format(name) for name in task.card.score_bounds]
+    if shifted:
+        known.append("attention without a named bound finds its keys near enough to their mean to need no maximum")
     flags = task.request.execution.xla_flags
     chosen = [] if flags is None else [f"--xla-flags {flags}"]
     return [*known, "every token is valid", "nothing overlaps", *chosen, *aot.unchecked_loras(task)]

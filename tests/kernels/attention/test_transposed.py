@@ -37,6 +37,11 @@ ALONE = (4, 1, 140, 900, 40)
 """Sizes of a call whose heads have a tile to themselves. Tests share them, with lengths: each size is a program."""
 PAIRED = (4, 4, 150, 520, 64)
 """Sizes of a call whose heads share a tile in pairs, likewise."""
+SCORES = {
+    "bounded": {"bounded": True},
+    "online": {"bounded": False},
+    "shifted": {"bounded": False, "shifted": SMALL},
+}
 MODES = pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "online"])
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
@@ -75,7 +80,7 @@ class Drawn:
     lengths: tuple[int, ...] | None
     tile: Tile
     dtype: str
-    bounded: bool
+    scores: str
     norm: float
     common: float
 
@@ -98,7 +103,7 @@ def calls(draw):
         lengths=draw(st.none() | st.tuples(*[length] * batch)),
         tile=tile,
         dtype=draw(st.sampled_from(["float32", "bfloat16"])),
-        bounded=draw(st.booleans()),
+        scores=draw(st.sampled_from(list(SCORES))),
         norm=draw(st.sampled_from([0.01, 1.0])),
         common=draw(st.sampled_from([0.0, 2.0])),
     )
@@ -110,10 +115,10 @@ def calls(draw):
 def test_any_call_agrees_with_float64(drawn, seed):
     q, k, v = tokens(seed, *drawn.sizes, drawn.dtype, norm=drawn.norm, common=drawn.common)
     lengths_B = None if drawn.lengths is None else jnp.asarray(drawn.lengths, jnp.int32)
-    o = attend(q, k, v, lengths_B, bounded=drawn.bounded, tile=drawn.tile)
+    o = attend(q, k, v, lengths_B, **SCORES[drawn.scores], tile=drawn.tile)
     assert o.dtype == drawn.dtype
     assert o.shape == q.shape
-    assert not drawn.bounded or bound.holds(largest_score(q, k))
+    assert drawn.scores != "bounded" or bound.holds(largest_score(q, k))
     if drawn.dtype == "float32":
         assert distance(o, reference(q, k, v, drawn.lengths)) <= CLOSE["float32"]
     else:
@@ -176,14 +181,14 @@ def test_padding_may_hold_anything(dtype, bounded):
     assert_padding_is_not_read(call, dtype, lengths=(5, 0, 300, 512), sizes=PAIRED[1:])
 
 
-@MODES
+@pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("value", [numpy.nan, numpy.inf, 1e30])
-def test_padding_may_hold_anything_beside_heads_that_have_a_tile_to_themselves(value, bounded):
+def test_padding_may_hold_anything_beside_heads_that_have_a_tile_to_themselves(value, scores):
     q, k, v = tokens(1, *ALONE)
     lengths = (277, 511, 0, 899)
     lengths_B = jnp.asarray(lengths, jnp.int32)
     dirty, clean = (
-        attend(q, poisoned(k, lengths, x), poisoned(v, lengths, x), lengths_B, bounded=bounded) for x in (value, 0)
+        attend(q, poisoned(k, lengths, x), poisoned(v, lengths, x), lengths_B, **SCORES[scores]) for x in (value, 0)
     )
     numpy.testing.assert_array_equal(numpy.asarray(dirty).view(numpy.uint8), numpy.asarray(clean).view(numpy.uint8))
 
@@ -287,6 +292,65 @@ def test_beyond_the_bound_only_the_running_maximum_is_right(kind):
     # 2^200 is infinite and 2^-200 is 0: rows come out as NaN, or as nothing.
     assert not numpy.isfinite(bounded[:, :, 0]).any()
     assert not numpy.allclose(bounded[:, :, 1], exact[:, :, 1], atol=0.1 * numpy.abs(exact).max())
+
+
+# Shifts in place of the maximum.
+
+
+def side_by_side(x_BHSD):
+    """Returns [B, H, S, D] as [B, S, H * D]."""
+    return jnp.swapaxes(x_BHSD, 1, 2).reshape(x_BHSD.shape[0], x_BHSD.shape[2], -1)
+
+
+def shifts_of(q, k, lengths):
+    """Returns the shifts [B, H, S] and whether they do, with the keys in two arrays; and the scores in float64."""
+    _, _, keys, size = k.shape
+    scale, half = size**-0.5 * bound.LOG2E, keys // 2
+    counts = jnp.asarray([[min(n, half), max(n - half, 0)] for n in lengths], jnp.int32)
+    arrays = [(side_by_side(k[:, :, :half]), counts[:, 0]), (side_by_side(k[:, :, half:]), counts[:, 1])]
+    shifts, holds = jax.jit(bound.shifts, static_argnums=(2, 3))(side_by_side(q), arrays, size, scale)
+    wide_q, wide_k = (numpy.asarray(x, numpy.float64) for x in (q, k))
+    return numpy.asarray(shifts, numpy.float64), bool(holds), scale * wide_q @ wide_k.swapaxes(2, 3)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("norm", "common", "does"),
+    [(0.01, 0, True), (1, 3, True), (2, 0, True), (1, 40, True), (7, 0, False), (30, 9, False)],
+)
+def test_shifted_scores_overflow_nowhere_and_leave_a_key_to_every_query(norm, common, does, dtype):
+    q, k, _ = tokens(4, *ALONE, dtype, norm=norm, common=common)
+    lengths = (900, 517, 300, 1)
+    shifts, holds, scores = shifts_of(q, poisoned(k, lengths, numpy.nan), lengths)
+    assert holds is does
+    for sample, length in enumerate(lengths):
+        shifted = scores[sample, :, :, :length] - shifts[sample][..., None]
+        assert shifted.max() <= bound.LIMIT
+        assert not holds or shifted.max(-1).min() >= -bound.LIMIT
+
+
+def test_the_reach_of_shifts_is_twice_that_of_a_bound():
+    """A query whose scores are equally far on both sides of their mean: to 160 in units of log 2."""
+    batch, heads, queries, keys, size = PAIRED
+    q, k = numpy.zeros((batch, heads, queries, size)), numpy.zeros((batch, heads, keys, size))
+    q[..., 0], k[..., ::2, 0], k[..., 1::2, 0] = 8.0, 1.0, -1.0
+    for score, does in ((150.0, True), (161.0, False)):
+        far = jnp.asarray(k * score / bound.LOG2E * size**0.5 / 8.0, jnp.float32)
+        shifts, holds, _ = shifts_of(jnp.asarray(q, jnp.float32), far, (keys,) * batch)
+        assert holds is does
+        assert shifts.min() >= 0.99 * (score - bound.LIMIT)
+        v = tokens(0, *PAIRED)[2]
+        o = attend(jnp.asarray(q, jnp.float32), far, v, all_of(far), **SCORES["shifted"])
+        assert distance(o, reference(q, far, v)) <= CLOSE["float32"]
+
+
+@pytest.mark.parametrize(("norm", "common"), [(30.0, 0.0), (1.0, 400.0)])
+def test_out_of_reach_of_shifts_the_running_maximum_is_kept(norm, common):
+    q, k, v = tokens(3, *ALONE, norm=norm, common=common)
+    q = q.at[0, 0, 0].set(numpy.nan)
+    assert not shifts_of(q, k, (900,) * 4)[1]
+    shifted, online = (attend(q, k, v, all_of(k), **SCORES[scores]) for scores in ("shifted", "online"))
+    numpy.testing.assert_array_equal(shifted, online)
 
 
 def test_copies_are_started_one_by_one_between_many_cells_and_all_before_the_first_of_few():

@@ -15,6 +15,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy
 
 from torchport.errors import BadValueError, DeadRuleError, nearest
@@ -43,6 +45,46 @@ are rounded too, as torchax computes it in bfloat16, may reach 1.08: the range t
 def holds(bound: float | None) -> bool:
     """Returns whether scores within a bound (scaled, in natural units) need no running maximum; False for None."""
     return bound is not None and bound * LOG2E * ROUNDING <= LIMIT
+
+
+def shifts(
+    q_BSF: jax.Array, arrays: Sequence[tuple[jax.Array, jax.Array]], head_size: int, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what to subtract from each query's scores for softmax to need no maximum, and whether that is so.
+
+    Let c be the mean key of a head, and R the distance of the furthest key from c. The scores of a query q have the
+    mean q . c, so the largest is not below q . c; and none is more than |q| R above. If |q| R is within `LIMIT`, the
+    shift is q . c. If it is within twice `LIMIT`, the shift is larger by what is beyond `LIMIT`. Less its shift, no
+    score is above `LIMIT`, and the largest of a query is not below -`LIMIT`.
+
+    Args:
+        q_BSF: Queries, heads side by side.
+        arrays: Keys [B, T, F], and the number of valid keys, int32 [B]; keys after them may hold anything.
+        head_size: D.
+        scale: Of the scores, in units of log 2, as are the shifts.
+
+    Returns:
+        Shifts, float32 [B, H, S]; and whether they do for all queries, bool [].
+    """
+    heads = q_BSF.shape[2] // head_size
+    # The matrix unit adds up the features of a head: in a sum of the lanes XLA would part the heads.
+    ones_FH = jnp.repeat(jnp.eye(heads, dtype=jnp.bfloat16), head_size, axis=0)
+
+    def squares(x_BTF: jax.Array) -> jax.Array:
+        """Returns the squared lengths [B, T, H]."""
+        return jnp.matmul(jnp.square(x_BTF).astype(jnp.bfloat16), ones_FH, preferred_element_type=jnp.float32)
+
+    wide = [(keys.astype(jnp.float32), jnp.arange(keys.shape[1])[:, None] < n[:, None, None]) for keys, n in arrays]
+    sums = sum(jnp.where(valid, keys, 0.0).sum(1, keepdims=True) for keys, valid in wide)
+    count = sum(lengths for _, lengths in arrays)
+    centre_B1F = sums / jnp.maximum(jnp.asarray(count), 1)[:, None, None]
+    furthest = [jnp.where(valid, squares(keys - centre_B1F), 0.0).max(1) for keys, valid in wide]
+    radius_B1H = jnp.sqrt(jnp.stack(furthest).max(0))[:, None]
+    centres_BFH = jnp.swapaxes(centre_B1F, 1, 2).astype(jnp.bfloat16) * ones_FH
+    middle_BSH = jnp.matmul(q_BSF.astype(jnp.bfloat16), centres_BFH, preferred_element_type=jnp.float32)
+    reach_BSH = scale * ROUNDING * jnp.sqrt(squares(q_BSF.astype(jnp.float32))) * radius_B1H
+    shifts_BSH = scale * middle_BSH + jnp.maximum(reach_BSH - LIMIT, 0.0)
+    return jnp.swapaxes(shifts_BSH, 1, 2), (reach_BSH <= 2 * LIMIT).all()
 
 
 def norm_bound(

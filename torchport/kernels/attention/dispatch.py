@@ -66,6 +66,10 @@ class Problem:
         """Whether softmax needs no maximum."""
         return bounds.holds(self.bound)
 
+    def shifted(self, queries: int, keys: int) -> bool:
+        """Returns whether a call tries shifts of the scores (`bound.shifts`), and keeps a maximum only if they fail."""
+        return not self.bounded and current().shifts and min(queries, keys) >= SHIFTED
+
     @property
     def int8(self) -> bool:
         """Whether `splash_int8` may multiply in eight bits: a head takes most of the lanes, and scores have a bound."""
@@ -125,6 +129,9 @@ WINDOWED = ("plain", "splash", "cudnn", "xla")
 BATCH_AXES: tuple[Axis, ...] = ("dp",)
 HEAD_AXES: tuple[Axis, ...] = ("sp", "tp")
 QUERY_AXES: tuple[Axis, ...] = ("sp",)
+SHIFTED = 16384
+"""The least number of queries, and of keys, for which shifts of the scores (`bound.shifts`) are tried: finding them
+reads queries and keys again, and saves time for each pair."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +145,7 @@ class Traced:
     keys: int
     head_size: int
     bounded: bool
+    shifted: bool = False
     arrays: int = 1
     dtype: str = "bfloat16"
 
@@ -162,6 +170,8 @@ class Context:
     implementation: Implementation | None = None
     #: Upper bounds of |q . k| by name, which calls refer to.
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    #: Whether long calls whose scores have no bound try shifts of the scores in place of a maximum.
+    shifts: bool = True
     #: Called with every call of attention, or of a kernel beside it, while it is traced; for plans.
     note: Callable[[Traced | Pass], None] | None = None
     interpret: bool = False
@@ -288,7 +298,8 @@ def _implementation(
         name = "splash_transposed"
     if program.note is not None:
         dtype = jnp.dtype(problem.dtype).name
-        program.note(Traced(name, *shape, keys, problem.head_size, problem.bounded, dtype=dtype))
+        shifted = name == "splash_transposed" and problem.shifted(shape[2], keys)
+        program.note(Traced(name, *shape, keys, problem.head_size, problem.bounded, shifted, dtype=dtype))
     rules: dict[str, Any] = {"scale": problem.scale, "causal": problem.causal, "window": problem.window}
     run: Callable[..., jax.Array]
     if name == "plain":
@@ -377,16 +388,22 @@ def transposed_settings(
     chip = problem.chip or "v6e"  # interpreted: any tile will do
     vmem = TPU_CHIPS[chip].vmem
     name: Literal["splash_int8", "splash_transposed"] = "splash_int8" if int8 else "splash_transposed"
-    tile = problem.tile or tiles.best(chip, name, head_size, problem.bounded)
-    assert isinstance(tile, tiles.Tile)  # JAX's own kernel alone has another kind
-    fitted, itemsize = tile.fitted(queries, keys), jnp.dtype(problem.dtype).itemsize
-    tiles.check_vmem(fitted, head_size=head_size, heads=heads, itemsize=itemsize, bounded=problem.bounded, vmem=vmem)
+
+    def fitting(bounded: bool) -> tiles.Tile:
+        """Returns the call's tile for scores with or without a bound."""
+        tile = problem.tile or tiles.best(chip, name, head_size, bounded)
+        assert isinstance(tile, tiles.Tile)  # JAX's own kernel alone has another kind
+        fitted, itemsize = tile.fitted(queries, keys), jnp.dtype(problem.dtype).itemsize
+        tiles.check_vmem(fitted, head_size=head_size, heads=heads, itemsize=itemsize, bounded=bounded, vmem=vmem)
+        return tile
+
     return transposed.KernelSettings(
         problem.scale,
         problem.bounded,
-        tile,
+        fitting(problem.bounded),
         vmem_bytes=vmem - tiles.RESERVED,
         int8=EXPONENT[chip] if int8 else None,
+        shifted=fitting(bounded=True) if problem.shifted(queries, keys) else None,
         interpret=problem.interpret,
     )
 

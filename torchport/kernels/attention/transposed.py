@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from torchport.kernels.attention import bound
 from torchport.kernels.attention.bound import LOG2E
 from torchport.kernels.attention.int8 import Exponent, Int8Softmax, quantised
 from torchport.kernels.attention.tiles import LANES, TAIL, Tile, rounded_up
-from torchport.kernels.attention.transposed_kernel import Plan, Softmax, kernel, scratch
+from torchport.kernels.attention.transposed_kernel import Plan, ShiftedSoftmax, Softmax, kernel, scratch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,9 @@ class KernelSettings:
     #: Queries and keys are multiplied in eight bits, which needs a bound, bfloat16 and heads of 128 features; then the
     #: dtype of scores whose exponentials are taken. None: not in eight bits.
     int8: Exponent | None = None
+    #: The tile for scores that a shift of each query bounds (`bound.shifts`), which is looked for as the program runs.
+    #: None: it is not looked for.
+    shifted: Tile | None = None
     interpret: bool = False  #: Run the kernel as plain JAX, on any platform.
 
 
@@ -106,40 +111,59 @@ def side_by_side(
         packed=int8 == "bfloat16",
     )
     lengths = jnp.stack([array.lengths.astype(jnp.int32) for array in arrays])
-    call = _pallas_call(plan, q_BSF, settings.vmem_bytes, settings.interpret)
+    call = functools.partial(_pallas_call, shape=q_BSF.shape, dtype=q_BSF.dtype, settings=settings)
     values = [array.values for array in arrays]
-    if int8 is None:
-        return call(lengths, q_BSF, *(array.keys for array in arrays), *values)
-    q, rows, keys = quantised(q_BSF, [(array.keys, array.lengths) for array in arrays], head_size, plan.scale)
-    return call(lengths, rows, q, *keys, *values)
+    keys_and_lengths = [(array.keys, array.lengths) for array in arrays]
+    if int8 is not None:
+        q, rows, keys = quantised(q_BSF, keys_and_lengths, head_size, plan.scale)
+        return call(plan, Int8Softmax)(lengths, rows, q, *keys, *values)
+    operands = (q_BSF, *(array.keys for array in arrays), *values)
+    if settings.shifted is None:
+        return call(plan, Softmax)(lengths, *operands)
+    shifts, holds = bound.shifts(q_BSF, keys_and_lengths, head_size, plan.scale)
+    tile = settings.shifted.fitted(q_BSF.shape[1], arrays[0].keys.shape[1])
+    shifted = call(dataclasses.replace(plan, tile=tile, bounded=True), ShiftedSoftmax)
+    rows = shifts.reshape(-1, heads, q_BSF.shape[1])
+    return lax.cond(
+        holds,
+        lambda rows, *operands: shifted(lengths, rows, *operands),
+        lambda _, *operands: call(plan, Softmax)(lengths, *operands),
+        *(rows, *operands),
+    )
 
 
-def _pallas_call(plan: Plan, q_BSF: jax.Array, vmem_bytes: int, interpret: bool) -> Callable[..., jax.Array]:
-    """Returns the kernel as a function of lengths, the scales of scores in eight bits, q, all keys and all values."""
-    (batch, queries, _), groups, block_q = q_BSF.shape, plan.groups, plan.tile.block_q
+def _pallas_call(
+    plan: Plan, kind: type[Softmax], *, shape: tuple[int, int, int], dtype: Any, settings: KernelSettings
+) -> Callable[..., jax.Array]:
+    """Returns the kernel as a function of lengths, the scales or shifts of scores, q, all keys and all values.
+
+    Args:
+        kind: `Softmax` takes no scales or shifts.
+        shape: [B, S, F] of q, as is `dtype`.
+    """
+    (batch, queries, _), groups, block_q = shape, plan.groups, plan.tile.block_q
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    is_int8 = plan.scores is not None
     block = pl.BlockSpec((None, block_q, plan.width), lambda r, i, _: (lax.div(r, groups), i, lax.rem(r, groups)))
-    scales = [pl.BlockSpec((None, 1, block_q), lambda r, i, _: (r, 0, i))] if is_int8 else []
+    rows = [] if kind is Softmax else [pl.BlockSpec((None, plan.heads, block_q), lambda r, i, _: (r, 0, i))]
     call: Callable[..., jax.Array] = pl.pallas_call(
-        functools.partial(kernel, plan, Int8Softmax if is_int8 else Softmax),
+        functools.partial(kernel, plan, kind),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch * groups, -(-queries // block_q)),
-            in_specs=[*scales, block, *[hbm] * (2 * plan.arrays)],
+            in_specs=[*rows, block, *[hbm] * (2 * plan.arrays)],
             out_specs=block,
-            scratch_shapes=scratch(plan, q_BSF.dtype),
+            scratch_shapes=scratch(plan, dtype),
         ),
-        out_shape=jax.ShapeDtypeStruct(q_BSF.shape, q_BSF.dtype),
+        out_shape=jax.ShapeDtypeStruct(shape, dtype),
         compiler_params=pltpu.CompilerParams(
             # Heads are independent; tiles are not, as a tile fetches the first chunk of the next tile.
             dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=vmem_bytes,
+            vmem_limit_bytes=settings.vmem_bytes,
             # Every copy is within its array; checks would lengthen the steady loop.
             disable_bounds_checks=True,
         ),
-        name="splash_int8" if is_int8 else "splash_transposed",
-        interpret=interpret,
+        name="splash_int8" if kind is Int8Softmax else "splash_transposed",
+        interpret=settings.interpret,
     )
     return call
 

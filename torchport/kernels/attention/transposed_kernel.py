@@ -281,6 +281,18 @@ class Softmax:
         return lax.dot_general(a, b, dims, precision=self.plan.precision, preferred_element_type=jnp.float32)
 
 
+@dataclasses.dataclass(eq=False)
+class ShiftedSoftmax(Softmax):
+    """The products and the softmax of a chunk whose scores are bounded once each query's shift is subtracted."""
+
+    shifts: Any  #: float32 [g, block_q], in units of log 2.
+
+    def _scores(self, keys: jax.Array, cell: Cell) -> jax.Array:
+        """Returns the scores [C, queries] of keys [C, W], less the queries' shifts, in units of log 2."""
+        head, start, count = cell
+        return super()._scores(keys, cell) - self.shifts[head : head + 1, pl.ds(start, count)]
+
+
 def _by_sublane(x: jax.Array) -> jax.Array:
     """Returns [rows, n] as [rows / 8, 8, n]: reducing the first dim then costs no shuffle."""
     return x.reshape(x.shape[0] // SUBLANES, SUBLANES, x.shape[1])
@@ -290,15 +302,15 @@ def kernel(plan: Plan, kind: type[Softmax], lengths: Any, *inputs: Any) -> None:
     """Computes one tile of queries against all keys of its sample: whole chunks first, then the tail.
 
     Args:
-        kind: The class that computes products and softmax; `Int8Softmax` also takes the scales of scores.
-        inputs: References: with `Int8Softmax` those scales [1, block_q]; the queries; then the fields of `Refs` in
-            their order, with a reference for each array of keys and of values.
+        kind: The class that computes products and softmax.
+        inputs: References: unless `kind` is `Softmax`, the scales or the shifts of scores [g, block_q]; the queries;
+            then the fields of `Refs` in their order, with a reference for each array of keys and of values.
     """
     n = plan.arrays
-    *scales, q = inputs[: 1 if plan.scores is None else 2]
-    others = inputs[len(scales) + 1 :]
+    *rows, q = inputs[: 1 if kind is Softmax else 2]
+    others = inputs[len(rows) + 1 :]
     refs = Refs(lengths, q, others[:n], others[n : 2 * n], *others[2 * n :])
-    softmax = kind(plan, refs, *scales)
+    softmax = kind(plan, refs, *rows)
     row, tile, block = pl.program_id(0), pl.program_id(1), plan.tile.block_kv
     first, *further = [Chunks(plan, refs, row, array) for array in range(plan.arrays)]
     length = lengths[0, first.sample]
