@@ -34,9 +34,9 @@ from torchport.plan.tpu import bundles, hlo
 from torchport.shard import grid, ways
 from torchport.task import Task
 
-SHIFT = 1.007
-"""How much longer attention takes if scores are shifted, than if they are bounded: by the kernel's instruction schedule
-for 128 features on v6e, 12,537 bundles of the steady loop against 12,469."""
+SHIFT = {64: 1.037, 128: 1.006}
+"""How much longer attention takes if scores are shifted than if they are bounded, by head size: by the kernel's
+instruction schedule on v6e, 11,613 bundles of the steady loop against 11,201, and 12,537 against 12,469."""
 SECOND_ARRAY = 1.025
 """How much longer attention takes if the text's keys are in a second array: by the kernel's instruction schedule for
 111,600 and 1,256 keys on v6e, 45.7 ms against 44.6."""
@@ -238,7 +238,7 @@ def _attention(task: Task, call: dispatch.Traced) -> Attention:
     row = tiles.row(chip.name, implementation, size, call.bounded or call.shifted)
     # The row of the table is for a padded head size; arithmetic on padding is not useful.
     useful = call.head_size / size
-    share = useful * row.peak_percent / (SECOND_ARRAY if call.arrays > 1 else 1) / (SHIFT if call.shifted else 1)
+    share = useful * row.peak_percent / (SECOND_ARRAY if call.arrays > 1 else 1) / (SHIFT.get(size, 1) if call.shifted else 1)
     return KernelAttention(
         **sizes,
         steady_percent=useful * row.steady_percent,
