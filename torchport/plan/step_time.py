@@ -238,7 +238,12 @@ def _attention(task: Task, call: dispatch.Traced) -> Attention:
     row = tiles.row(chip.name, implementation, size, call.bounded or call.shifted)
     # The row of the table is for a padded head size; arithmetic on padding is not useful.
     useful = call.head_size / size
-    share = useful * row.peak_percent / (SECOND_ARRAY if call.arrays > 1 else 1) / (SHIFT.get(size, 1) if call.shifted else 1)
+    share = (
+        useful
+        * row.peak_percent
+        / (SECOND_ARRAY if call.arrays > 1 else 1)
+        / (SHIFT.get(size, 1) if call.shifted else 1)
+    )
     return KernelAttention(
         **sizes,
         steady_percent=useful * row.steady_percent,

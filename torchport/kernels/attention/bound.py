@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy
+from jax import lax
 
 from torchport.errors import BadValueError, DeadRuleError, nearest
 
@@ -66,25 +67,37 @@ def shifts(
     Returns:
         Shifts, float32 [B, H, S]; and whether they do for all queries, bool [].
     """
-    heads = q_BSF.shape[2] // head_size
-    # The matrix unit adds up the features of a head: in a sum of the lanes XLA would part the heads.
-    ones_FH = jnp.repeat(jnp.eye(heads, dtype=jnp.bfloat16), head_size, axis=0)
+    # XLA would move a reshape of the caller's behind the arithmetic here, and write out what the products read.
+    q_BSF, arrays = lax.optimization_barrier((q_BSF, list(arrays)))
+    ones_FH = jnp.repeat(jnp.eye(q_BSF.shape[2] // head_size, dtype=jnp.bfloat16), head_size, axis=0)
 
-    def squares(x_BTF: jax.Array) -> jax.Array:
-        """Returns the squared lengths [B, T, H]."""
-        return jnp.matmul(jnp.square(x_BTF).astype(jnp.bfloat16), ones_FH, preferred_element_type=jnp.float32)
+    def sums_by_head(x_BTF: jax.Array) -> jax.Array:
+        """Returns the sums of each head's features, float32 [H, B, T], by the matrix unit."""
+        sums_BTH = jnp.matmul(x_BTF.astype(jnp.bfloat16), ones_FH, preferred_element_type=jnp.float32)
+        return jnp.moveaxis(sums_BTH, 2, 0)
 
-    wide = [(keys.astype(jnp.float32), jnp.arange(keys.shape[1])[:, None] < n[:, None, None]) for keys, n in arrays]
-    sums = sum(jnp.where(valid, keys, 0.0).sum(1, keepdims=True) for keys, valid in wide)
-    count = sum(lengths for _, lengths in arrays)
-    centre_B1F = sums / jnp.maximum(jnp.asarray(count), 1)[:, None, None]
-    furthest = [jnp.where(valid, squares(keys - centre_B1F), 0.0).max(1) for keys, valid in wide]
-    radius_B1H = jnp.sqrt(jnp.stack(furthest).max(0))[:, None]
-    centres_BFH = jnp.swapaxes(centre_B1F, 1, 2).astype(jnp.bfloat16) * ones_FH
-    middle_BSH = jnp.matmul(q_BSF.astype(jnp.bfloat16), centres_BFH, preferred_element_type=jnp.float32)
-    reach_BSH = scale * ROUNDING * jnp.sqrt(squares(q_BSF.astype(jnp.float32))) * radius_B1H
-    shifts_BSH = scale * middle_BSH + jnp.maximum(reach_BSH - LIMIT, 0.0)
-    return jnp.swapaxes(shifts_BSH, 1, 2), (reach_BSH <= 2 * LIMIT).all()
+    def lengths_by_head(x_BTF: jax.Array) -> jax.Array:
+        return jnp.sqrt(sums_by_head(x_BTF * x_BTF))
+
+    keys_BTF = [jnp.where(jnp.arange(k.shape[1])[:, None] < n[:, None, None], k, jnp.zeros_like(k)) for k, n in arrays]
+    # With eight equal rows it is a product for XLA, which the matrix unit computes.
+    ones_by_array = [jnp.ones((8, keys.shape[1]), keys.dtype) for keys in keys_BTF]
+    dims = (((1,), (1,)), ((), ()))
+    sums_BF = sum(
+        lax.dot_general(ones, keys, dims, preferred_element_type=jnp.float32)[0]
+        for ones, keys in zip(ones_by_array, keys_BTF, strict=True)
+    )
+    count_B = sum(lengths for _, lengths in arrays)
+    centre_B1F = (sums_BF / jnp.maximum(jnp.asarray(count_B), 1)[:, None]).astype(q_BSF.dtype)[:, None]
+    radius_HB1 = jnp.zeros(())
+    for keys, (_, lengths) in zip(keys_BTF, arrays, strict=True):
+        distances = jnp.where(jnp.arange(keys.shape[1]) < lengths[:, None], lengths_by_head(keys - centre_B1F), 0.0)
+        radius_HB1 = jnp.maximum(radius_HB1, distances.max(2, keepdims=True))
+    # The centre is the mean up to a rounding, and so are its products with queries.
+    radius_HB1 += 2.0**-7 * lengths_by_head(centre_B1F)
+    reach_HBS = scale * ROUNDING * lengths_by_head(q_BSF) * radius_HB1
+    shifts_HBS = scale * sums_by_head(q_BSF * centre_B1F) + jnp.maximum(reach_HBS - LIMIT, 0.0)
+    return jnp.swapaxes(shifts_HBS, 0, 1), (reach_HBS <= 2 * LIMIT).all()
 
 
 def norm_bound(
