@@ -57,7 +57,16 @@ def memory(**more):
 
 def attention(**more):
     """A call of an attention kernel."""
-    sizes = {"batch": 2, "heads": 16, "queries": 1000, "keys": 1000, "head_size": 128, "bounded": True, "arrays": 1}
+    sizes = {
+        "batch": 2,
+        "heads": 16,
+        "queries": 1000,
+        "keys": 1000,
+        "head_size": 128,
+        "bounded": True,
+        "shifted": False,
+        "arrays": 1,
+    }
     rate = {"flops_per_device": 10**12, "steady_percent": 64.0, "peak_percent": 62.0, "row_tokens": 1000, "ms": 55.5}
     return {"implementation": "splash_transposed", "dtype": "bfloat16", **sizes, **rate, **more}
 

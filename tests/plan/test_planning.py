@@ -254,7 +254,20 @@ def test_scores_without_a_bound_are_planned_with_a_running_maximum(monkeypatch):
     [stage] = task.stages
     for bounded in (True, False):
         with aot.outlined(task, stage, jax.devices(), bounded) as found:
-            assert (found.program.attention.bounds == {"joint": 1.0}) is bounded
+            assert (found.program.attention.bounds == {"joint": 1.0}) is found.program.attention.shifts is bounded
+
+
+def test_shifted_scores_take_little_longer_than_bounded_ones_and_the_plan_says_what_it_assumes():
+    task = types.SimpleNamespace(machine=V6E, job=types.SimpleNamespace(mesh={"dp": 2, "sp": 4}))
+    call = dispatch.Traced("splash_transposed", 2, 40, 75_600, 75_600, 128, bounded=False)
+    online, shifted, bounded = (
+        step_time._attention(task, dataclasses.replace(call, **scores)).ms
+        for scores in ({}, {"shifted": True}, {"bounded": True})
+    )
+    assert bounded < shifted < online and shifted == pytest.approx(1.006 * bounded)
+    task = accept(dataclasses.replace(request(*ULYSSES), stage="denoise"))
+    assert "near enough to their mean" in planning._assumptions(task, True, True)[1]
+    assert not any("mean" in text for text in planning._assumptions(task, True, False))
 
 
 def test_the_compilers_words_for_too_little_memory_become_bytes():

@@ -9,7 +9,7 @@ import pytest
 
 from tests.attention_reference import reference
 from torchport.errors import AttentionError, VmemError
-from torchport.kernels.attention import dispatch
+from torchport.kernels.attention import dispatch, tiles
 from torchport.kernels.attention.dispatch import Context, attention, context
 from torchport.kernels.attention.tiles import Tile
 
@@ -244,6 +244,22 @@ def test_calls_are_noted_with_what_computes_them():
         dispatch.Traced("plain", 2, 4, 40, 40, 16, True, dtype="float32"),
         dispatch.Traced("xla", 2, 4, 40, 7, 16, False, dtype="float32"),
     ]
+
+
+def test_long_calls_without_a_bound_try_shifts_with_the_tile_of_bounded_scores():
+    long, short = (jnp.zeros((1, 1, tokens, 16), jnp.bfloat16) for tokens in (dispatch.SHIFTED, dispatch.SHIFTED - 1))
+    seen = []
+    for shifts in (True, False):
+        settings = Context(
+            "splash_transposed", {"joint": 1.0}, seen.append, shifts=shifts, interpret=True, rehearse=True
+        )
+        with context(settings):
+            attention(long, long, long)
+            attention(long, short, short)
+            attention(long, long, long, bound="joint")
+            named = dispatch.transposed_settings(problem(), dispatch.SHIFTED, dispatch.SHIFTED, 1, 128, int8=False)
+            assert named.shifted == (tiles.best("v6e", "splash_transposed", 128, bounded=True) if shifts else None)
+    assert [call.shifted for call in seen] == [True, False, False, False, False, False]
 
 
 def test_lengths_may_be_a_list_or_numpys():

@@ -170,13 +170,13 @@ class Context:
     implementation: Implementation | None = None
     #: Upper bounds of |q . k| by name, which calls refer to.
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    #: Whether long calls whose scores have no bound try shifts of the scores in place of a maximum.
-    shifts: bool = True
     #: Called with every call of attention, or of a kernel beside it, while it is traced; for plans.
     note: Callable[[Traced | Pass], None] | None = None
     interpret: bool = False
     #: Check that a kernel takes a call, and return the queries instead.
     rehearse: bool = False
+    #: Whether long calls whose scores have no bound try shifts of the scores in place of a maximum.
+    shifts: bool = True
 
 
 NONE = Context()
