@@ -11,6 +11,7 @@ import torch
 
 from torchport import compile, patch, shard
 from torchport.compile import stack
+from torchport.config import xla_flags
 from torchport.config.card import Stack
 from torchport.config.strategy import Rule
 from torchport.errors import StackError
@@ -120,6 +121,16 @@ def test_the_program_holds_one_block_and_its_weights_have_a_first_dim_of_blocks(
     assert text.count("stablehlo.while") == 1 and text.count("stablehlo.dot_general") == 1
     apart = compiled(network(7), {}).lowered(arrays, ()).as_text()
     assert apart.count("stablehlo.while") == 0 and apart.count("stablehlo.dot_general") == 7
+
+
+def test_the_compilers_options_depend_on_the_largest_product_of_a_block_stacked_or_not(monkeypatch):
+    written = []
+    monkeypatch.setattr(xla_flags, "compiler_options", lambda chip, size: written.append(size) or {})
+    for stacks in ({"blocks": CARRIES}, {}):
+        program = compiled(network(7), stacks)
+        program.lowered(program.place(**inputs()), ())
+    [largest] = set(written)
+    assert largest == inputs()["x"].numel() * 4 // program.mesh.size
 
 
 def test_blocks_are_stacked_in_their_order_whatever_the_order_of_names():

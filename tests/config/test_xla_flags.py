@@ -22,13 +22,13 @@ def test_no_set_has_the_flag_that_makes_nan_beside_one_that_is_on_by_default():
     assert not [name for name, entry in xla_flags.SETS.items() if xla_flags.OVERLAP in " ".join(entry.texts)]
 
 
-def test_a_program_for_a_tpu_has_vmem_for_its_fusions_unless_the_user_says_how_much(monkeypatch):
+def test_a_large_program_for_a_tpu_has_vmem_for_its_fusions_unless_the_user_says_how_much(monkeypatch):
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    assert xla_flags.compiler_options("v6e") == {xla_flags.FUSION_VMEM: "98304"}
-    assert xla_flags.compiler_options("tpu7x") == {xla_flags.FUSION_VMEM: "49152"}
-    assert xla_flags.compiler_options(None) == {}
+    assert xla_flags.compiler_options("v6e", 64 * 2**20) == {xla_flags.FUSION_VMEM: "98304"}
+    assert xla_flags.compiler_options("tpu7x", 32 * 2**20) == {xla_flags.FUSION_VMEM: "49152"}
+    assert xla_flags.compiler_options("v6e", 64 * 2**20 - 1) == xla_flags.compiler_options(None, 2**40) == {}
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_foo=true --xla_tpu_scoped_vmem_limit_kib=32768")
-    assert xla_flags.compiler_options("v6e") == {}
+    assert xla_flags.compiler_options("v6e", 2**40) == {}
 
 
 def test_an_unknown_name_lists_the_nearest():

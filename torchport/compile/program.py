@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy
 import torch
+from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torchport import engine, patch, shard
@@ -84,6 +85,13 @@ class Origin:
     tables: tuple[list[jax.Array], ...]
 
 
+def _largest_product(program: Jaxpr) -> int:
+    """Returns the bytes of the largest array that a product of the program writes, on all devices together."""
+    sizes = [_largest_product(part) for equation in program.eqns for part in jaxprs_in_params(equation.params)]
+    products = (equation.outvars[0].aval for equation in program.eqns if equation.primitive is jax.lax.dot_general_p)
+    return max([0, *sizes, *(product.size * product.dtype.itemsize for product in products)])
+
+
 class _Bound(torch.nn.Module):
     """A module whose forward calls another module by `how`: only a module's weights can be exchanged for a call."""
 
@@ -145,7 +153,8 @@ class Compiled:
         self.programs: dict[Any, Any] = {}
         self.shardings: dict[tuple[str, tuple[int, ...]], NamedSharding] = {}
         self.operators = network.operator_record()
-        self._tables: list[Any] = []  # of the program that was lowered last
+        self._tables: list[Any] = []  # of the program that was lowered last, as are the compiler's options
+        self._options: dict[str, str] = {}
         self._origins: dict[Any, Origin] = {}
         self._used: dict[Any, Origin] = {}  # of the programs that this run has called
 
@@ -222,25 +231,30 @@ class Compiled:
         return arrays, tuple(sorted((name, value) for name, value in inputs.items() if name not in arrays))
 
     def lowered(self, arrays: Mapping[str, Any], static: Static) -> Any:
-        """Returns the program of inputs, arrays or `jax.ShapeDtypeStruct`s, traced and lowered but not compiled; keeps
-        its large constants in `_tables`. Refuses a rule for inputs that matches no input.
+        """Returns the program of inputs, arrays or `jax.ShapeDtypeStruct`s, traced and lowered, for `compile_lowered`;
+        keeps its large constants in `_tables`. Refuses a rule for inputs that matches no input.
         """
         names = list(leaves(arrays))
         # If no output is kept, the trace adds no names.
         if not self.network.keeps:
             self._check_alive(names)
         with self._tracing():
-            options = xla_flags.compiler_options(dispatch.platform()[1])
-            jit = functools.partial(jax.jit, donate_argnames="caches", compiler_options=options)
+            jit = functools.partial(jax.jit, donate_argnames="caches")
             with engine.wide():
                 # The trace adds to `names` the outputs that later calls take as inputs: a rule may be for these.
                 program = jit(self._function(static, names))
                 traced = program.trace(*self._arguments(arrays))
             traced, self._tables = self._with_tables(traced, self._arguments(arrays), jit)
+            written = _largest_product(traced.jaxpr.jaxpr) // self.mesh.size
+            self._options = xla_flags.compiler_options(dispatch.platform()[1], written)
             # Lowered without 64-bit types, a loop counts in 32 bits; a TPU has no others.
             lowered = traced.lower()
         self._check_alive(names)
         return lowered
+
+    def compile_lowered(self, lowered: Any) -> Any:
+        """Compiles the program that was lowered last."""
+        return lowered.compile(compiler_options=self._options)
 
     def _with_tables(self, traced: Any, arguments: Any, jit: Callable[..., Any]) -> tuple[Any, list[Any]]:
         """Returns a traced program that takes its large constants as its first argument, and these constants: XLA
@@ -377,7 +391,7 @@ class Compiled:
                 log.warning("%s calls operators that may differ from PyTorch's: %s", self.network.name, unknown)
             trace = None if self.ledger is None else self.ledger.trace(before)
             with jax_cache.deliveries() as delivered:
-                program = lowered.compile()
+                program = self.compile_lowered(lowered)
             where = NamedSharding(self.mesh, PartitionSpec())
             with engine.wide():
                 placed = [

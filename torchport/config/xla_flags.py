@@ -101,11 +101,18 @@ def flag_set(name: str, machine: Machine) -> FlagSet:
     return flags
 
 
-def compiler_options(chip: str | None) -> dict[str, str]:
-    """Returns the flags that the compiler gets with each program: on a TPU, three quarters of VMEM for a fusion. They
-    are empty without a chip, and if LIBTPU_INIT_ARGS has the flag: the user's value counts.
+def compiler_options(chip: str | None, written: int) -> dict[str, str]:
+    """Returns the flags that the compiler gets with a program: on a TPU, three quarters of VMEM for a fusion.
+
+    They are empty without a chip, and if LIBTPU_INIT_ARGS has the flag: the user's value counts. They are also empty
+    for a small network: XLA keeps its activations in VMEM, or fetches its weights ahead, and needs VMEM for that.
+
+    Args:
+        written: Bytes of the largest array that a product of the program writes on a device.
     """
     if chip is None or f"--{FUSION_VMEM}=" in os.environ.get(VARIABLES["tpu"], ""):
+        return {}
+    if written < TPU_CHIPS[chip].vmem // 2:
         return {}
     return {FUSION_VMEM: str(TPU_CHIPS[chip].vmem * 3 // 4 // 1024)}
 

@@ -273,7 +273,7 @@ def _program(
     try:
         lowered = outline.program.lowered(outline.program.shapes(called.inputs), called.static)
         lowered_at = time.monotonic()
-        memory, outputs = _memory(lowered, machine)
+        memory, outputs = _memory(outline, lowered, machine)
     except VmemError as error:
         memory = _overflow(error, outline.kernels[earlier_calls:])
     dumped, end = set(dump.glob(SCHEDULED)) - earlier_files, time.monotonic()
@@ -316,7 +316,7 @@ def _overflow(error: VmemError, traced: list[dispatch.Traced | dispatch.Pass]) -
     )
 
 
-def _memory(lowered: Any, machine: Machine) -> tuple[DeviceBytes | Overflow, Any]:
+def _memory(outline: StageNetwork, lowered: Any, machine: Machine) -> tuple[DeviceBytes | Overflow, Any]:
     """Compiles a lowered program; returns its bytes on each device, and its outputs as shapes with shardings.
 
     If the program does not fit into HBM, returns an `Overflow` and None.
@@ -325,7 +325,7 @@ def _memory(lowered: Any, machine: Machine) -> tuple[DeviceBytes | Overflow, Any
         VmemError: A kernel's tile does not fit into the chip's VMEM.
     """
     try:
-        program = lowered.compile()
+        program = outline.program.compile_lowered(lowered)
         memory = program.memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         exceeds = _EXCEEDS.search(str(error))
