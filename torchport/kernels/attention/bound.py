@@ -10,6 +10,7 @@ leaving the subtraction out, are ours.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -89,12 +90,12 @@ def shifts(
     )
     count_B = sum(lengths for _, lengths in arrays)
     centre_B1F = (sums_BF / jnp.maximum(jnp.asarray(count_B), 1)[:, None]).astype(q_BSF.dtype)[:, None]
-    radius_HB1 = jnp.zeros(())
+    furthest = []
     for keys, (_, lengths) in zip(keys_BTF, arrays, strict=True):
         distances = jnp.where(jnp.arange(keys.shape[1]) < lengths[:, None], lengths_by_head(keys - centre_B1F), 0.0)
-        radius_HB1 = jnp.maximum(radius_HB1, distances.max(2, keepdims=True))
+        furthest.append(distances.max(2, keepdims=True))
     # The centre is the mean up to a rounding, and so are its products with queries.
-    radius_HB1 += 2.0**-7 * lengths_by_head(centre_B1F)
+    radius_HB1 = functools.reduce(jnp.maximum, furthest) + 2.0**-7 * lengths_by_head(centre_B1F)
     reach_HBS = scale * ROUNDING * lengths_by_head(q_BSF) * radius_HB1
     shifts_HBS = scale * sums_by_head(q_BSF * centre_B1F) + jnp.maximum(reach_HBS - LIMIT, 0.0)
     return jnp.swapaxes(shifts_HBS, 0, 1), (reach_HBS <= 2 * LIMIT).all()
