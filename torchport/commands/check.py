@@ -205,7 +205,8 @@ def _processes(
 
 def _needed_at_import(folders: patch.Folders, stage: StagePatches, report: Report) -> frozenset[str]:
     """Returns the ids of a stage's patches that an import of upstream may need: plumbing, stubs, the original's."""
-    reading = Report()  # a name that does not exist has no entry, and is reported as the card's mistake
+    # A name that does not exist has no entry, and is reported as the card's mistake.
+    reading = Report()
     original = {entry.id for entry in static_check.read(folders, stage.original, reading, stage.home)}
     entries = static_check.read(folders, stage.names, reading, stage.home)
     report.findings += reading.findings

@@ -167,8 +167,11 @@ def _latent_lines(comparison: Comparison) -> list[str]:
     head = ["latents after step", "B: cosine", "max|a-b|/max|b|", "floor: cosine", "max|a-b|/max|b|"]
     by_distance: list[dict[str, Latents]] = []  # for B and the floor, the latents by the name of their row
     for distance in comparison.distances:
-        by_row = {"last" if latents.step is None else str(latents.step): latents for latents in distance.latents}
-        by_distance.append(by_row | {f"sound: {name}": latents for name, latents in distance.sound.items()})
+        by_row: dict[str, Latents] = {}
+        for latents in distance.latents:
+            by_row["last" if latents.step is None else str(latents.step)] = latents
+        by_row |= {f"sound: {name}": latents for name, latents in distance.sound.items()}
+        by_distance.append(by_row)
     rows = []
     for name in by_distance[0]:
         row = [name]

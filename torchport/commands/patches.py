@@ -40,7 +40,8 @@ def list_patches(names: tuple[str, ...], paths: tuple[str, ...]) -> None:
             notes.append("not locked")
         noted = f"  ({', '.join(notes)})" if notes else ""
         lines.append(f"{entry.id:36} {entry.kind:8} {word:10} {entry.target}{noted}  {entry.place}")
-    for line in lines:  # after all of them are made: a lock that cannot be read is an error without a listing
+    # All of them are made by now: a lock that cannot be read is an error without a listing.
+    for line in lines:
         terminal.say(line)
 
 
@@ -130,7 +131,8 @@ def lock(
         patch.read(folders, [name])  # raises if there is no such file
     chosen = stack_of(folders) if chosen is None else chosen
     upstreams = sorted({name.partition("/")[0] for name in names}) or patch.upstreams(chosen)
-    if not upstreams:  # the packs have cards alone
+    # The packs have cards alone.
+    if not upstreams:
         return []
     entries = [entry for entry in patch.read(folders, upstreams) if entry.folder.parent in chosen]
     absent = [name for name in upstreams if not any(entry.upstream == name for entry in entries)]

@@ -106,7 +106,7 @@ def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
         notes = ("may be padded",) if activation.uneven else ()
         count = sum(rule is activation for rule in by_module.values())
         if activation.is_shared and not count:
-            continue  # the rule may be for another network
+            continue
         specs = tuple(map(_spec_words, activation.outputs))
         yield RuleRow(name, "activations", activation.match, specs, count, bytes=None, notes=notes)
 

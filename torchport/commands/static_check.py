@@ -340,11 +340,12 @@ def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
         return set(card.call.compiled)
     place = document.place(["family"])
     file = pack.family_file(card, place)
-    tree = tree_of(file)  # it is read, and not run
+    tree = tree_of(file)
     bindings = {name: binding_at(tree, (name,)) for name in family_module.NAMES}
     names = [name for name, binding in bindings.items() if binding.node is not None or binding.open]
     family_module.check_complete(as_named(file), names, place, variants=False)  # raises if a name is missing
-    statement = bindings["STAGES"].node  # `STAGES = (Stage(..., network="vae"), ...)`
+    # `STAGES = (Stage(..., network="vae"), ...)`
+    statement = bindings["STAGES"].node
     value = statement.value if isinstance(statement, (ast.Assign, ast.AnnAssign)) else None
     calls = value.elts if isinstance(value, ast.Tuple) else []
     networks: set[Any] = set()

@@ -217,13 +217,14 @@ def _run_with_output(command: click.Command) -> int:
                 code = command.main(prog_name=command.name, standalone_mode=False)
             except SystemExit as stop:
                 code = stop.code
+            # An error at Python's own flush, at exit, could not be reported.
             if checked is not None:
-                checked.flush()  # an error at Python's own flush, at exit, could not be reported
+                checked.flush()
             return int(code or 0)
     except _UnwrittenError as error:
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())  # so that Python does not try again at exit
         if error.errno == errno.EPIPE:
-            return 1  # the reader has closed the pipe
+            return 1
         fact = f"It cannot be written: {error.strerror}"
         raise OutputError("standard output", fact, "Free some space, or send it somewhere else") from error

@@ -51,8 +51,10 @@ class Document:
 
     def line(self, location: Sequence[str | int]) -> int:
         """Returns the line of a location, such as `("mesh", "tp")`, or of the closest container that was written."""
-        containers = (tuple(location)[:length] for length in range(len(location), -1, -1))
-        return next((self.lines[path] for path in containers if path in self.lines), 1)
+        path = tuple(location)
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, 1)
 
     def place(self, location: Sequence[str | int] = ()) -> str:
         """Returns `file:line` of a location, or the flag that set it: `--set steps=10`."""

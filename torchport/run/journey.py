@@ -118,7 +118,7 @@ class Journey:
             self._note(stage, finished[stage.name])
             hosts.from_first(functools.partial(self._complete, stage, finished[stage.name]))
             if stage.name == self.task.stages[-1].name:
-                self.revise()  # the job may have another `fps` than the finished video
+                self.revise()
 
     def _complete(self, stage: family.Stage, manifest: Manifest) -> None:
         """Writes the files beside a finished stage's artefact, such as the video: a killed run may not have done so."""

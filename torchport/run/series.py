@@ -195,7 +195,7 @@ class Video:
         """Starts the video's run, or resumes a stopped run; ends a video that is finished already as "reused"."""
         journey = Journey(self.task, common.weights, common.upstream, stopping)
         if hosts.from_first(lambda: resume.is_finished(self.task, common.weights, common.upstream)):
-            if journey.revise():  # the job has another `fps` than the video
+            if journey.revise():
                 journey.finish()
             self.end("reused")
             return
