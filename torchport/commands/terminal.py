@@ -210,7 +210,8 @@ class _Output:
 def _run_with_output(command: click.Command) -> int:
     """Runs a command and flushes its output, or raises; returns the exit code, 1 if the reader of a pipe is gone."""
     stream = sys.stdout
-    checked = None if stream is None else cast("TextIO", _Output(stream))  # it is None if it was closed
+    # Where standard output was closed, `sys.stdout` is None, and click prints nothing.
+    checked = None if stream is None else cast("TextIO", _Output(stream))
     try:
         with contextlib.redirect_stdout(checked):
             try:
