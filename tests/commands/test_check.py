@@ -210,10 +210,10 @@ def test_a_checkout_on_which_a_patch_cannot_be_applied_is_not_locked(world):
     assert patches.lock(world.patches, ["up"], check_apply=tried) == ["up.m:f: changed"]
 
 
-def test_patches_are_listed_and_shown_as_data(world):
+def test_patches_are_listed_and_shown_as_data(world, torchport, capsys):
     _entries(world, "f")
-    (row,) = patches.rows(world.patches)
-    assert (row["id"], row["kind"], row["locked"], row["place"]) == ("up.f", "replace", False, "patches/up/p.yaml:1")
+    _, (line,), _ = torchport("patches", "list", "up", "--path", str(world.patches.parent), capsys=capsys)
+    assert line.split() == ["up.f", "replace", "bitwise", "up.m:f", "(not", "locked)", "patches/up/p.yaml:1"]
     patches.lock(world.patches)
     shown = patches.details(world.patches, "up.f")
     assert (shown["why"], shown["locked_at"], shown["installed"]) == ("A test.", [{"up": "unknown"}], {"up": None})
@@ -233,4 +233,3 @@ def test_a_patch_that_a_manifest_does_not_show_as_called_is_a_finding(world):
     assert check.not_called([{**row, "calls": 2}], entries, "denoise").findings == []
     assert check.not_called([{**row, "state": "not needed"}], entries, "denoise") == Report()
     assert "not in the ledger" in check.not_called([], entries, "denoise").findings[0].text
-    assert check.check(world.patches, ["up"], world.site, count_calls=lambda: report).findings[-1] == finding

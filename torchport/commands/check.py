@@ -17,7 +17,7 @@ import json
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import click
 
 from torchport import patch, progress
 from torchport.commands import findings, options, static_check, terminal
-from torchport.commands.findings import Finding, Report, entry_finding, error_finding, exit_code
+from torchport.commands.findings import Finding, Report, error_finding, exit_code
 from torchport.config.card import STAGES, Card
 from torchport.config.checkout import checkout_folder
 from torchport.config.pack import Pack, find_pack
@@ -133,8 +133,9 @@ def report_of(
     if static:
         report.extend(static_check.check(pack.folders, names, checkout, chosen))
         return report
-    count_calls = None if model is None else functools.partial(_not_called_by, pack, model, upstream_path)
-    report.extend(check(pack.folders, names, checkout, count_calls, stage_patches(pack, cards), chosen))
+    report.extend(check(pack.folders, names, checkout, stage_patches(pack, cards), chosen))
+    if model is not None:
+        report.extend(_not_called_by(pack, model, upstream_path))
     return report
 
 
@@ -151,7 +152,6 @@ def check(
     folders: patch.Folders,
     names: Sequence[str] = (),
     upstream_path: Path | None = None,
-    count_calls: Callable[[], Report] | None = None,
     stages: Sequence[StagePatches] = (),
     chosen: tuple[Path, ...] | None = None,
 ) -> Report:
@@ -159,7 +159,6 @@ def check(
 
     Args:
         upstream_path: A checkout of an upstream that is not installed.
-        count_calls: Runs a model with tiny weights, and returns findings for patches that were not called.
         stages: The patches of stages. With an upstream, the other patches are tried that a stage needs to import it.
         chosen: The folders whose patches are tried; None: all.
     """
@@ -175,8 +174,6 @@ def check(
             alive.append(group)
     with progress.waiting("check patches after their modules"):
         report.extend(_check_late(folders, alive, upstream_path))
-    if count_calls is not None:
-        report.extend(count_calls())
     return report
 
 
@@ -198,11 +195,8 @@ def _processes(
     groups = []
     for upstream, files in by_upstream.items():
         ids = {entry.id for entry in static_check.read(folders, files, Report())}
-        beside = []  # for each stage that uses this upstream, the patches of other upstreams that it needs
-        for stage, needed_ids in needed.items():
-            upstreams = {name.partition("/")[0] for name in stage.names}
-            if upstream in upstreams:
-                beside.append(needed_ids - ids)
+        using = [stage for stage in stages if any(name.partition("/")[0] == upstream for name in stage.names)]
+        beside = [needed[stage] - ids for stage in using]  # the patches of other upstreams that such a stage needs
         widest = [others for others in dict.fromkeys(beside) if not any(others < wider for wider in beside)]
         for others in widest or [frozenset[str]()]:  # no stage uses it: it is tried alone
             groups.append(CheckProcess(tuple(files), tuple(sorted(others)), chosen))
@@ -211,17 +205,12 @@ def _processes(
 
 def _needed_at_import(folders: patch.Folders, stage: StagePatches, report: Report) -> frozenset[str]:
     """Returns the ids of a stage's patches that an import of upstream may need: plumbing, stubs, the original's."""
-    absent = set()  # a name that does not exist is reported as the card's mistake, and needs no place here
-    for name in (*stage.names, *stage.original):
-        if any(static_check.absent_patches(folders, name, place="", home=stage.home)):
-            absent.add(name)
-    names = [name for name in stage.names if name not in absent]
-    original = [name for name in stage.original if name not in absent]
+    # A name that does not exist has no entry, and is reported as the card's mistake.
     reading = Report()
-    needed = {entry.id for entry in static_check.read(folders, original, reading, stage.home)}
-    entries = static_check.read(folders, names, reading, stage.home)
+    original = {entry.id for entry in static_check.read(folders, stage.original, reading, stage.home)}
+    entries = static_check.read(folders, stage.names, reading, stage.home)
     report.findings += reading.findings
-    return frozenset(entry.id for entry in entries if entry.plumbing or entry.stub or entry.id in needed)
+    return frozenset(entry.id for entry in entries if entry.plumbing or entry.stub or entry.id in original)
 
 
 def _check_late(folders: patch.Folders, groups: list[CheckProcess], upstream_path: Path | None) -> Report:
@@ -253,33 +242,21 @@ def require_applied(
 def _in_fresh_process(
     folders: patch.Folders, groups: Sequence[CheckProcess], mode: str, upstream_path: Path | None
 ) -> tuple[Report, bool]:
-    """Tries upstreams' patches in one new process; returns the findings, and whether the process died.
-
-    Args:
-        groups: The patches that the process tries, one group after the other.
-        mode: As for `try_groups`: when the targets are imported.
-    """
-    ends: list[child.Ended] = []
-
-    def refusal(end: child.Ended) -> PatchError:
-        """Notes that the process died, and returns the error that is raised for it."""
-        ends.append(end)
-        names = ", ".join(name for group in groups for name in group.names)
-        fact = f"The process that checks '{names}' {end}"
-        return PatchError(names, fact, "Mend what ends it while it is imported")
-
+    """Calls `try_groups` in a new process; returns the findings, and whether the process died."""
+    names = ", ".join(name for group in groups for name in group.names)
+    remedy = "Mend what ends it while it is imported"
     try:
         report: Report = child.call(
             "torchport.commands.check:try_groups",
             folders,
             groups,
             mode,
-            ended=refusal,
+            ended=lambda end: PatchError(names, f"The process that checks '{names}' {end}", remedy, died=True),
             environment={"PYTHONWARNINGS": "ignore"},
             first=[] if upstream_path is None else [upstream_path],
         )
     except TorchportError as error:
-        return Report([error_finding(error, "apply")]), bool(ends)
+        return Report([error_finding(error, "apply")]), hasattr(error, "died")
     return report, False
 
 
@@ -371,7 +348,8 @@ def _apply_and_undo(entries: Sequence[patch.Entry], mode: str, report: Report) -
         with patch.applied(entries, accept_drift=True):
             pass
         if _namespaces(modules) != patched:
-            report.findings.append(entry_finding(entries[0], "A second application changed something.", "apply"))
+            entry, text = entries[0], "A second application changed something."
+            report.findings.append(Finding(PatchError.id, entry.place, text, entry.id, "apply"))
     after = _namespaces(modules)
     first = {entry.module: entry for entry in reversed(entries)}  # the first entry of each module
     for entry in first.values():
@@ -383,8 +361,9 @@ def _apply_and_undo(entries: Sequence[patch.Entry], mode: str, report: Report) -
         # A new name for a module is no change: an import of a submodule sets it.
         pairs = [(name, value_id) for name, value_id in after[key] if name in names or value_id not in module_ids]
         if pairs != before[key]:
+            entry = first[key.partition(":")[0]]
             text = f"The namespace {key} is not what it was before the patches were applied and undone."
-            report.findings.append(entry_finding(first[key.partition(":")[0]], text, "undo"))
+            report.findings.append(Finding(PatchError.id, entry.place, text, entry.id, "undo"))
 
 
 def _import_all(modules: Sequence[str]) -> None:

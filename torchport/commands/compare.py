@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,10 +127,10 @@ def _distance_data(distance: Distance) -> dict[str, Any]:
 def lines(comparison: Comparison) -> list[str]:
     """Returns the output of `torchport compare`: both folders, the differences, and tables of frames and latents."""
     other = comparison.other_video
-    text = [f"A and B are two different videos: {_words(other)}"] if other else []
+    text = [f"A and B are two different videos: {'; '.join(row.words() for row in other)}"] if other else []
     text += [f"A      {comparison.a.folder}", f"B      {comparison.b.run.folder}"]
     if comparison.floor is not None:
-        changed = _words(comparison.floor.differences)
+        changed = "; ".join(row.words() for row in comparison.floor.differences)
         text.append(f"floor  {comparison.floor.run.folder}: the job of A but for {changed}")
     rows = [row for row in comparison.b.differences if row not in other]
     if rows:
@@ -143,11 +142,6 @@ def lines(comparison: Comparison) -> list[str]:
     if not comparison.is_same or comparison.floor is not None:
         text += ["", *_frame_lines(comparison), "", *_latent_lines(comparison)]
     return [*text, *dict.fromkeys(f"{row.unkept}." for row in comparison.distances if row.unkept)]
-
-
-def _words(rows: Sequence[Difference]) -> str:
-    """Returns differences in one line: `mesh: tp=4 and tp=2; seed: 1 and 2`."""
-    return "; ".join(row.words() for row in rows)
 
 
 def _frame_lines(comparison: Comparison) -> list[str]:

@@ -212,8 +212,7 @@ def advice(findings: list[Diagnosis], paths: Sequence[str]) -> str:
     bad = sum(finding.state == "bad" for finding in findings)
     if bad:
         return f"{bad} thing(s) to mend."
-    results = [result for _, result in find_pack(paths).cards()]
-    cards = [result[0] for result in results if not isinstance(result, TorchportError)]
+    cards = [result[0] for _, result in find_pack(paths).cards() if isinstance(result, tuple)]
     demos = [(card.model, card.demo) for card in cards]
     # The demo of README comes first, else the first card's.
     model, demo = min(demos, key=lambda row: row[1] != CONFIG, default=("NAME", CONFIG))

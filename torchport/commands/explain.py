@@ -114,16 +114,12 @@ def _group(kind: type[errors.TorchportError]) -> list[str]:
     """Returns a paragraph that lists a group's errors, or that names an error's group; an empty list without either."""
     members = kind.__subclasses__()
     if members:
-        listed = "\n".join(f"- {member.id} `{member.__name__}`: {_first_line(member)}" for member in members)
-        return [f"This is a group. Its errors:\n\n{listed}"]
+        listed = [f"- {member.id} `{member.__name__}`: {str(member.__doc__).splitlines()[0]}" for member in members]
+        return ["This is a group. Its errors:\n\n" + "\n".join(listed)]
     group: type[errors.TorchportError] = kind.__bases__[0]
     if group is errors.TorchportError:
         return []
-    return [f"It is a `{group.__name__}` ({group.id}): {_first_line(group)}"]
-
-
-def _first_line(kind: type[errors.TorchportError]) -> str:
-    return (inspect.getdoc(kind) or "").splitlines()[0]
+    return [f"It is a `{group.__name__}` ({group.id}): {str(group.__doc__).splitlines()[0]}"]
 
 
 def _example(key: str) -> list[str]:

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 from torchport import __version__, errors
 from torchport.commands.explain import scan_section
-from torchport.errors import DRIFT_EXIT_CODE, BadValueError, PatchError, TorchportError, printable
+from torchport.errors import DRIFT_EXIT_CODE, BadValueError, TorchportError, printable
 from torchport.files import folder
 from torchport.files.atomic import writing
 from torchport.patch import Entry
@@ -78,11 +78,6 @@ class Report:
 def error_finding(error: TorchportError, step: str, patch: str = "", review: str = "") -> Finding:
     """Returns an error as a finding of a check's step; see `Finding` for `review`."""
     return Finding(error.id, error.place, f"{error.fact}. {error.remedy}.", patch, step, review)
-
-
-def entry_finding(entry: Entry, text: str, step: str) -> Finding:
-    """Returns a finding about an entry for which there is no error class of its own."""
-    return Finding(PatchError.id, entry.place, text, entry.id, step)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

@@ -13,8 +13,7 @@ import click
 from torchport.config.card import is_tiny
 from torchport.config.pack import DERIVED, find_pack
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-Decorator = Callable[[Function], Function]
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 Result = TypeVar("Result")
 
 FILE = click.Path(path_type=Path)
@@ -63,13 +62,25 @@ cache = click.option("--cache/--no-cache", default=True, help="Let JAX keep comp
 xla_flags = click.option("--xla-flags", metavar="NAME", help="A named set of compiler flags: docs/profiling.md.")
 
 
-def model(function: Function) -> Function:
-    """Adds the flag `--model`."""
-    text = "A model card (`torchport models` lists them), or a pipeline: diffusers:MochiPipeline."
-    return click.option("--model", required=True, metavar="NAME", help=text, callback=derived)(function)
+def derived(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Returns the value of `--model`, and derives the card first if the value is a pipeline, `diffusers:NAME`."""
+    if value is not None and value.startswith(DERIVED):
+        from torchport.porting import derive
+
+        derive.ensure(value)
+    return value
 
 
-def config(default: str = "", published: Literal["never", "named", "always"] = "never") -> Decorator[Any]:
+model = click.option(
+    "--model",
+    required=True,
+    metavar="NAME",
+    help="A model card (`torchport models` lists them), or a pipeline: diffusers:MochiPipeline.",
+    callback=derived,
+)
+
+
+def config(default: str = "", published: Literal["never", "named", "always"] = "never") -> Decorator:
     """Returns the flag `--config`.
 
     Args:
@@ -87,12 +98,12 @@ def config(default: str = "", published: Literal["never", "named", "always"] = "
     return click.option("--config", metavar="FILE", help=text, callback=callback)
 
 
-def prompt(default: str) -> Decorator[Any]:
+def prompt(default: str) -> Decorator:
     """Returns the flag `--prompt`; `default` says in its help which prompt is used without it."""
     return click.option("--prompt", metavar="TEXT", help=f"What the video shows [{default}].")
 
 
-def report(formats: str, multiple: bool = False) -> Decorator[Any]:
+def report(formats: str, multiple: bool = False) -> Decorator:
     """Returns the flag `--report`, with `formats` in its help; the parameter is `file`, or `files` if `multiple`."""
     more = " Repeatable." if multiple else ""
     name = "files" if multiple else "file"
@@ -118,15 +129,6 @@ def _pipelines_job(published: str, context: click.Context, parameter: click.Para
     checkpoint = context.params.get("checkpoint") or (checkpoints[-1] if checkpoints else None)
     is_demo = published != "always" if checkpoint is None else published == "never" or is_tiny(checkpoint)
     return f"configs/{model}{'_demo' if is_demo else ''}.yaml"
-
-
-def derived(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Returns the value of `--model`, and derives the card first if the value is a pipeline, `diffusers:NAME`."""
-    if value is not None and value.startswith(DERIVED):
-        from torchport.porting import derive
-
-        derive.ensure(value)
-    return value
 
 
 def call_with(kind: Callable[..., Result], given: dict[str, Any]) -> Result:

@@ -17,7 +17,7 @@ from torchport.config.pack import find_pack
 from torchport.errors import DRIFT_EXIT_CODE, UnknownNameError, nearest
 from torchport.files.folder import as_named
 from torchport.patch.declared import versions
-from torchport.patch.declared.reading import read_lock
+from torchport.patch.declared.reading import read_lock, stack_of
 
 
 @terminal.group("patches")
@@ -30,13 +30,19 @@ def command() -> None:
 @options.paths
 def list_patches(names: tuple[str, ...], paths: tuple[str, ...]) -> None:
     """Lists the patches of the named upstreams or files, or all patches."""
-    for row in rows(find_pack(paths).folders, names):
-        promise = row["equivalence"] if isinstance(row["equivalence"], str) else next(iter(row["equivalence"]))
-        notes = ["plumbing"] if row["plumbing"] else []
-        if not row["locked"] and row["kind"] != "op":  # most operators have no source in Python to lock
+    folders, lines = find_pack(paths).folders, []
+    for entry in patch.read(folders, names or patch.upstreams(folders)):
+        promise = entry.equivalence.written()
+        word = promise if isinstance(promise, str) else next(iter(promise))
+        notes = ["plumbing"] if entry.plumbing else []
+        is_locked = entry.target in read_lock(entry.folder)
+        if not is_locked and entry.kind != "op":  # most operators have no source in Python to lock
             notes.append("not locked")
         noted = f"  ({', '.join(notes)})" if notes else ""
-        terminal.say(f"{row['id']:36} {row['kind']:8} {promise:10} {row['target']}{noted}  {row['place']}")
+        lines.append(f"{entry.id:36} {entry.kind:8} {word:10} {entry.target}{noted}  {entry.place}")
+    # All of them are made by now: a lock that cannot be read is an error without a listing.
+    for line in lines:
+        terminal.say(line)
 
 
 @command.command("show")
@@ -88,23 +94,6 @@ def _print_schema() -> None:
     terminal.say_json(schema("patch"))
 
 
-def rows(folders: patch.Folders, names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Returns a row of facts for each patch, such as its target, its promised equivalence and whether it is locked."""
-    return [
-        {
-            "id": entry.id,
-            "kind": entry.kind,
-            "target": entry.target,
-            "equivalence": entry.equivalence.written(),
-            "plumbing": entry.plumbing,
-            "must_be_called": list(entry.must_be_called),
-            "locked": entry.target in read_lock(entry.folder),
-            "place": entry.place,
-        }
-        for entry in patch.read(folders, list(names) or patch.upstreams(folders))
-    ]
-
-
 def details(folders: patch.Folders, key: str) -> dict[str, Any]:
     """Returns all fields of a patch, its packages' versions and its rows in the lock; raises for an unknown id."""
     versions.installed.cache_clear()
@@ -140,17 +129,15 @@ def lock(
     versions.installed.cache_clear()  # packages may have changed since this process began
     for name in names:
         patch.read(folders, [name])  # raises if there is no such file
-    upstreams = sorted({name.partition("/")[0] for name in names})
-    upstreams = upstreams or patch.upstreams(folders if chosen is None else chosen)
-    entries = [
-        entry
-        for entry in (patch.read(folders, upstreams) if upstreams else [])
-        if chosen is None or entry.folder.parent in chosen
-    ]
+    chosen = stack_of(folders) if chosen is None else chosen
+    upstreams = sorted({name.partition("/")[0] for name in names}) or patch.upstreams(chosen)
+    # The packs have cards alone.
+    if not upstreams:
+        return []
+    entries = [entry for entry in patch.read(folders, upstreams) if entry.folder.parent in chosen]
     absent = [name for name in upstreams if not any(entry.upstream == name for entry in entries)]
     if names and absent:
-        shown = ", ".join(map(as_named, chosen)) if chosen is not None else "the folders of patches"
-        fact = f"There are no patches for '{absent[0]}' in {shown}"
+        fact = f"There are no patches for '{absent[0]}' in {', '.join(map(as_named, chosen))}"
         raise UnknownNameError(f"torchport patches lock {absent[0]}", fact, "Name the pack that has them with --path")
     lines = drift.lock(entries, write=False)
     if lines and not check:

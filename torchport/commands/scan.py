@@ -90,11 +90,9 @@ def text(report: ScanReport, everything: bool = False) -> str:
     if len(chosen) < len(report.findings):
         lines.append(f"{len(report.findings) - len(chosen)} that the entry does not lead to: add --all")
     for absent in report.absent:
-        lines.append(f"{absent.package} is not installed here ({absent.file}:{absent.line}): {_ABSENT}")
+        remedy = "install it, or stub it and rewrite what calls it"
+        lines.append(f"{absent.package} is not installed here ({absent.file}:{absent.line}): {remedy}")
     return "\n".join([*lines, report.count()])
-
-
-_ABSENT = "install it, or stub it and rewrite what calls it"
 
 
 def _line(finding: ScanFinding) -> str:

@@ -57,15 +57,12 @@ def request_of(model: str, config: str | None, strategy: str | None, paths: tupl
     from torchport.task import Request
 
     overrides = tuple(fields.pop("overrides", ()))
-    if config is None:
-        pack = find_pack(paths)
-        card, _ = pack.card(model)
-        config = pack.demo(card)
-        # A derived card has tiny sizes alone: the published sizes are in its checkpoint, which is not read.
-        if not model.startswith(DERIVED):
-            overrides = (f"checkpoint={json.dumps(card.checkpoint)}", "dtypes={}", *overrides)
+    # A derived card has tiny sizes alone: the published sizes are in its checkpoint, which is not read.
+    if config is None and not model.startswith(DERIVED):
+        card, _ = find_pack(paths).card(model)
+        overrides = (f"checkpoint={json.dumps(card.checkpoint)}", "dtypes={}", *overrides)
     overrides = options.with_fields(overrides, strategy=strategy)
-    return Request(model, config, paths=paths, overrides=overrides, **fields)
+    return Request(model, config or "demo", paths=paths, overrides=overrides, **fields)
 
 
 def rule_rows(request: Request) -> list[RuleRow]:
@@ -109,7 +106,7 @@ def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
         notes = ("may be padded",) if activation.uneven else ()
         count = sum(rule is activation for rule in by_module.values())
         if activation.is_shared and not count:
-            continue  # the rule may be for another network
+            continue
         specs = tuple(map(_spec_words, activation.outputs))
         yield RuleRow(name, "activations", activation.match, specs, count, bytes=None, notes=notes)
 

@@ -15,13 +15,12 @@ from torchport import patch
 from torchport import stages as family_module
 from torchport.commands.findings import Case, Finding, Report
 from torchport.config import Document
-from torchport.config.card import Card, Job, check_call, check_job, check_names
+from torchport.config.card import Card, check_call, check_names, job_mistakes
 from torchport.config.checkout import on_path
 from torchport.config.machine import parse_machine
 from torchport.config.pack import Pack
 from torchport.errors import (
     BadValueError,
-    ConfigError,
     DriftError,
     ReplacementError,
     TargetError,
@@ -29,6 +28,7 @@ from torchport.errors import (
     UnknownNameError,
     UnreadableError,
     UnsupportedError,
+    combined,
     nearest,
 )
 from torchport.files.folder import as_named
@@ -76,11 +76,7 @@ def check(
 
 def upstreams_with_patches(folders: patch.Folders) -> list[str]:
     """Returns the upstreams that have a file of patches; an upstream's folder may have only a family."""
-    names = []
-    for name in patch.upstreams(folders):
-        if any(_files(root, name) for root in stack_of(folders)):
-            names.append(name)
-    return names
+    return [name for name in patch.upstreams(folders) if any(_files(root, name) for root in stack_of(folders))]
 
 
 def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
@@ -228,7 +224,7 @@ def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tupl
     """
     cards = []
     unread: set[str | None] = set()
-    extended = {name: pack.base_name(name) if name in pack.models() else None for name in models}
+    extended = {name: pack.base_name(name) for name in models}
     for name in sorted(models, key=lambda name: (extended[name] is not None, name)):
         if extended[name] in unread:
             continue
@@ -319,7 +315,7 @@ def _check_demo(pack: Pack, card: Card, document: Document, has_mistakes: bool, 
         report.add(error, "schema")
     else:
         if not has_mistakes:
-            for mistake in _job_mistake(job, card, job_document):
+            for mistake in job_mistakes(job, card, job_document):
                 report.add(mistake, "job")
 
 
@@ -348,11 +344,8 @@ def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
     bindings = {name: binding_at(tree, (name,)) for name in family_module.NAMES}
     names = [name for name, binding in bindings.items() if binding.node is not None or binding.open]
     family_module.check_complete(as_named(file), names, place, variants=False)  # raises if a name is missing
-    return _networks_of(bindings["STAGES"].node)
-
-
-def _networks_of(statement: ast.stmt | None) -> set[str] | None:
-    """Returns the networks in `STAGES = (Stage(..., network="vae"), ...)`; None if there are no such constants."""
+    # `STAGES = (Stage(..., network="vae"), ...)`
+    statement = bindings["STAGES"].node
     value = statement.value if isinstance(statement, (ast.Assign, ast.AnnAssign)) else None
     calls = value.elts if isinstance(value, ast.Tuple) else []
     networks: set[Any] = set()
@@ -385,18 +378,10 @@ def _check_config(pack: Pack, file: Path, cards: Sequence[Card], is_whole: bool,
         return
     if not cards or not is_whole:
         return
-    refusals = [error for card in cards for error in _job_mistake(job, card, document)]  # one for a card at most
+    refusals = [list(job_mistakes(job, card, document)) for card in cards]
     places = {finding.place for finding in report.findings}  # of jobs that are reported already, as a card's demo
-    if len(refusals) == len(cards) and not any(error.place in places for error in refusals):
-        report.add(refusals[0], "job")
-
-
-def _job_mistake(job: Job, card: Card, document: Document) -> Iterator[ConfigError]:
-    """Yields an error if a job is not valid for a card."""
-    try:
-        check_job(job, card, document)
-    except ConfigError as error:
-        yield error
+    if all(mistakes and mistakes[0].place not in places for mistakes in refusals):
+        report.add(combined(refusals[0]), "job")
 
 
 def _unfilled_entry(entry: patch.Entry, tree: ast.Module | None) -> Iterator[ReplacementError]:

@@ -188,13 +188,12 @@ class _UnwrittenError(OSError):
 
 
 class _Output:
-    """Standard output that raises `_UnwrittenError` if it cannot be written."""
+    """Standard output whose `write` and `flush` raise `_UnwrittenError` where they fail."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the stream; `write` and `flush` raise `_UnwrittenError` where they fail."""
         attribute = getattr(self._stream, name)
         if name not in ("write", "flush"):
             return attribute
@@ -211,24 +210,22 @@ class _Output:
 def _run_with_output(command: click.Command) -> int:
     """Runs a command and flushes its output, or raises; returns the exit code, 1 if the reader of a pipe is gone."""
     stream = sys.stdout
-    if stream is None:  # it was closed, and click prints nothing
-        return _exit_code(command)
+    # Where standard output was closed, `sys.stdout` is None, and click prints nothing.
+    checked = None if stream is None else cast("TextIO", _Output(stream))
     try:
-        with contextlib.redirect_stdout(cast("TextIO", _Output(stream))):
-            code = _exit_code(command)
-            sys.stdout.flush()  # an error at Python's own flush, at exit, could not be reported
-            return code
+        with contextlib.redirect_stdout(checked):
+            try:
+                code = command.main(prog_name=command.name, standalone_mode=False)
+            except SystemExit as stop:
+                code = stop.code
+            # An error at Python's own flush, at exit, could not be reported.
+            if checked is not None:
+                checked.flush()
+            return int(code or 0)
     except _UnwrittenError as error:
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())  # so that Python does not try again at exit
         if error.errno == errno.EPIPE:
-            return 1  # the reader has closed the pipe
+            return 1
         fact = f"It cannot be written: {error.strerror}"
         raise OutputError("standard output", fact, "Free some space, or send it somewhere else") from error
-
-
-def _exit_code(command: click.Command) -> int:
-    try:
-        return int(command.main(prog_name=command.name, standalone_mode=False) or 0)
-    except SystemExit as stop:
-        return int(stop.code or 0)

@@ -13,7 +13,6 @@ from torchport.progress import size_text
 
 if TYPE_CHECKING:
     from torchport.porting.trace import TraceReport
-    from torchport.task import Request
 
 SHOWN = 10
 """How many constants are listed: the largest ones."""
@@ -28,7 +27,7 @@ SHOWN = 10
 @options.strict
 @options.as_json
 @options.paths
-def command(without_patches: bool, as_json: bool, **given: Any) -> None:
+def command(without_patches: bool, as_json: bool, strict: bool, config: str | None, **given: Any) -> None:
     """Lists every place that stops the networks from being traced; the exit code is 1 if there is one.
 
     No weights are read. After a stopper the trace goes on with a value that it names. It also lists the constants of
@@ -36,21 +35,12 @@ def command(without_patches: bool, as_json: bool, **given: Any) -> None:
     """
     terminal.log_to_stderr()
     from torchport.porting.trace import trace
-
-    report = trace(request_of(**given), patched=not without_patches)
-    terminal.Answer(dataclasses.asdict(report), lines(report, patched=not without_patches)).say(as_json)
-    sys.exit(1 if report.stoppers else 0)
-
-
-def request_of(model: str, config: str | None, strict: bool = False, **fields: Any) -> Request:
-    """Returns the request to trace; without a config, for the card's demo."""
-    from torchport.config.pack import find_pack
     from torchport.task import Execution, Request
 
-    if config is None:
-        pack = find_pack(fields["paths"])
-        config = pack.demo(pack.card(model)[0])
-    return Request(model, config, execution=Execution(strict=strict), **fields)
+    request = Request(config=config or "demo", execution=Execution(strict=strict), **given)
+    report = trace(request, patched=not without_patches)
+    terminal.Answer(dataclasses.asdict(report), lines(report, patched=not without_patches)).say(as_json)
+    sys.exit(1 if report.stoppers else 0)
 
 
 def lines(report: TraceReport, patched: bool) -> list[str]:

@@ -732,7 +732,7 @@ Cards = Iterable[tuple[str, tuple[Card, Document] | TorchportError]]
 
 def check_job(job: Job, card: Card, document: Document, cards: Cards = ()) -> None:
     """Refuses a job that this model cannot do, with all its mistakes; a refusal may name others of `cards`."""
-    mistakes = [*_job_mistakes(job, card, document), *_guider_mistakes(job, card, document, cards)]
+    mistakes = list(job_mistakes(job, card, document, cards))
     if mistakes:
         raise combined(mistakes)
 
@@ -742,7 +742,7 @@ def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
     if job.cache is None:
         return
     try:
-        job.cache.computed(job.steps)  # raises if the cache's fields do not fit
+        job.cache.computed(job.steps)
     except BadValueError as error:
         keys = getattr(error, "keys", ())  # a flag that sets one of them is at fault, or else a line
         flags = [key for key in keys if ("cache", key) in document.flags]
@@ -754,12 +754,13 @@ def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
         yield BadValueError(document.place(["cache"]), fact, remedy)
 
 
-def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
+def job_mistakes(job: Job, card: Card, document: Document, cards: Cards = ()) -> Iterator[TorchportError]:
     """Yields an error for each field of a job that its card cannot do: frames, size, strategy, dtypes and so on."""
     yield from _cache_mistakes(job, document)
     if card.makes_pictures and job.frames != 1:
         fact = f"'frames' is {job.frames}, and '{card.model}' makes pictures"
         yield BadValueError(document.place(["frames"]), fact, "It must be 1", nearest=(1, 1))
+        yield from _guider_mistakes(job, card, document, cards)
         return
     if card.call is not None and not card.call.takes_guidance and job.guidance_scale != 1.0:
         fact = f"'guidance_scale' is {job.guidance_scale}, and '{card.model}' takes none"
@@ -784,6 +785,7 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
         yield UnknownNameError(document.place(["strategy"]), fact, remedy, name=job.strategy)
     yield from _component_mistakes(job, card, document)
     yield from _argument_mistakes(job, card, document)
+    yield from _guider_mistakes(job, card, document, cards)
 
 
 def _component_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:

@@ -88,11 +88,15 @@ class Document:
 def read_document(file: Path, title: str | None = None) -> Document:
     """Returns a YAML file's data with its lines. Errors call the file `title`, by default its path."""
     name = title or str(file)
+    return parse_document(text_of(file, name, "Put a file of YAML there"), name)
+
+
+def text_of(file: Path, name: str, remedy: str) -> str:
+    """Returns a file's text. Errors call the file `name`, and say `remedy` where it cannot be read."""
     try:
-        return parse_document(folder.text(file), name)
+        return folder.text(file)
     except OSError as error:
-        fact = f"It cannot be read: {error.strerror}"
-        raise SyntaxYamlError(name, fact, "Put a file of YAML there") from error
+        raise SyntaxYamlError(name, f"It cannot be read: {error.strerror}", remedy) from error
     except UnicodeDecodeError as error:
         raise SyntaxYamlError(f"{name}:1", f"Byte {error.start} is not UTF-8", "Save the file as UTF-8") from error
 
@@ -348,18 +352,14 @@ _KINDS = {
 
 
 def _keys(model: type[Frozen], location: Location, data: Any) -> list[str]:
-    """Returns the keys that a model reads at a location; for a union, those of the alternatives that fit the data."""
+    """Returns the keys that a model reads in the mapping at a location of the data; for a union, those of the
+    alternatives that fit the mapping.
+    """
     candidates = _models(model, location)
     for part in location:
-        keys: Any = ()
-        if isinstance(data, list):
-            keys = range(len(data))
-        elif isinstance(data, dict):
-            keys = data
-        data = data[part] if part in keys else None
-    values = data if isinstance(data, dict) else {}
+        data = data[part]
     # An alternative fits if the data has no other value for one of its literals; a key that is absent fits.
-    fitting = [c for c in candidates if all(values.get(key, kinds[0]) in kinds for key, kinds in _literals(c).items())]
+    fitting = [c for c in candidates if all(data.get(key, kinds[0]) in kinds for key, kinds in _literals(c).items())]
     return sorted({field.alias or name for c in fitting or candidates for name, field in c.model_fields.items()})
 
 

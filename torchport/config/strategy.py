@@ -52,15 +52,7 @@ def dims_of(spec: Spec | None) -> list[tuple[Axis, ...]]:
     """
     if spec is None or spec == "replicate":
         return []
-    dims: list[tuple[Axis, ...]] = []
-    for axes in spec:
-        if axes is None:
-            dims.append(())
-        elif isinstance(axes, str):
-            dims.append((axes,))
-        else:
-            dims.append(tuple(axes))
-    return dims
+    return [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
 
 
 class _ShareableRule(Frozen):

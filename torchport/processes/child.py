@@ -168,11 +168,8 @@ def default_workers() -> int:
 def in_parallel(
     work: Callable[[ItemT], ResultT], items: Sequence[ItemT], count: int, title: str, name: Callable[[ItemT], str]
 ) -> list[ResultT | TorchportError]:
-    """Returns each item's result, or its refusal, in their order; `count` items at a time, each in a thread.
-
-    Args:
-        title: The name of the whole work in the bar and the log.
-        name: Returns an item's name for the log.
+    """Returns each item's result, or its refusal, in their order; `count` items at a time, each in a thread. The bar
+    and the log name the whole work by `title`, and an item by `name(item)`.
     """
     results: dict[int, ResultT | TorchportError] = {}
     with concurrent.futures.ThreadPoolExecutor(count) as pool:

@@ -104,7 +104,7 @@ def _differs(folder: Path, row: bytes) -> bool:
         if is_link is not (mode == _LINK):
             return True
         content = os.fsencode(path.readlink()) if is_link else path.read_bytes()
-    except OSError:  # it is gone, or no file any more
+    except OSError:
         return True
     new = hashlib.sha1 if len(digest) == 40 else hashlib.sha256  # by the repository's format
     contents = (content, content.replace(b"\r\n", b"\n"))

@@ -118,7 +118,7 @@ class Journey:
             self._note(stage, finished[stage.name])
             hosts.from_first(functools.partial(self._complete, stage, finished[stage.name]))
             if stage.name == self.task.stages[-1].name:
-                self.revise()  # the job may have another `fps` than the finished video
+                self.revise()
 
     def _complete(self, stage: family.Stage, manifest: Manifest) -> None:
         """Writes the files beside a finished stage's artefact, such as the video: a killed run may not have done so."""
@@ -188,17 +188,15 @@ class Journey:
         stage of denoising steps it reads the steps of a stopped run, deletes saved steps after these, and counts the
         steps left.
         """
-        start = self._start
         if stage.name in DENOISING:
-            saved_steps, saved_state = self.unfinished.read(self.weights, self.inputs_of(stage), stage.name)
-            if saved_steps:
-                start = saved_steps, saved_state
-            self._start = start
-            done, _ = start
+            saved = self.unfinished.read(self.weights, self.inputs_of(stage), stage.name)
+            if saved[0]:
+                self._start = saved
+            done, _ = self._start
             self.steps += self.task.settings.steps - done
             hosts.from_first(functools.partial(save.remove_steps_after, self.task.folder, stage.name, done))
         facts = functools.partial(self._facts, stage, ledger)
-        steps = resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
+        steps = resume.steps(self.task, stage, self.stopping, self.unfinished, facts, self._start)
         count = self.task.request.execution.profile
         if count is None or stage.name not in DENOISING or not hosts.is_first():
             return steps

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import pydantic
 
 from torchport.compile import failure
-from torchport.config.document import Document, Frozen, validated
+from torchport.config.document import Document, Frozen, text_of, validated
 from torchport.errors import (
     BadValueError,
     ConfigError,
@@ -34,7 +34,7 @@ from torchport.errors import (
     TorchportError,
     combined,
 )
-from torchport.files import atomic, folder
+from torchport.files import atomic
 from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log, table
@@ -110,13 +110,7 @@ class Line:
 
 def read_prompts(file: Path) -> list[Line]:
     """Returns the lines of a file of prompts, without blank lines; raises all their mistakes as one error."""
-    try:
-        text = folder.text(file)
-    except OSError as error:
-        fact = f"It cannot be read: {error.strerror}"
-        raise SyntaxYamlError(str(file), fact, 'Put a file there with a line such as {"prompt": "A cat"}') from error
-    except UnicodeDecodeError as error:
-        raise SyntaxYamlError(f"{file}:1", f"Byte {error.start} is not UTF-8", "Save the file as UTF-8") from error
+    text = text_of(file, str(file), 'Put a file there with a line such as {"prompt": "A cat"}')
     lines: list[Line] = []
     mistakes: list[TorchportError] = []
     texts = text.removeprefix(BYTE_ORDER_MARK).split("\n")  # JSON's strings may hold what `splitlines` also splits at
@@ -201,7 +195,7 @@ class Video:
         """Starts the video's run, or resumes a stopped run; ends a video that is finished already as "reused"."""
         journey = Journey(self.task, common.weights, common.upstream, stopping)
         if hosts.from_first(lambda: resume.is_finished(self.task, common.weights, common.upstream)):
-            if journey.revise():  # the job has another `fps` than the video
+            if journey.revise():
                 journey.finish()
             self.end("reused")
             return
