@@ -48,6 +48,8 @@ from torchport.save import tree
 from torchport.stages.replay import OTHER_LOOP
 from torchport.stages.upstream_pipeline import taken_steps
 
+FILES = ("configs/models/{}.yaml", "configs/{}_demo.yaml", "configs/{}.yaml")
+"""A model's files in a pack: its card, the job of its demo, and the job of its published weights."""
 _FROM_IMAGES = re.compile(r"(?:Image|Video)(?:2(?!\d)|To)|[IV]2[IV]|Img2Img|Inpaint|Edit|Kontext|Control")
 """Names of pipelines that begin with an image, though their argument for it may be None."""
 
@@ -58,9 +60,7 @@ def ensure(model: str) -> None:
     """
     if not model.startswith(DERIVED):
         return
-    folder = derived_folder()
-    file = folder / "configs" / "models" / f"{model}.yaml"
-    jobs = [folder / "configs" / f"{model}{end}.yaml" for end in ("_demo", "")]
+    file, *jobs = (derived_folder() / name.format(model) for name in FILES)
     try:
         stamp, _, text = file.read_bytes().partition(b"\n")
         if stamp == _stamp(text, *(job.read_bytes() for job in jobs)):
@@ -113,21 +113,17 @@ def derived_card(model: str, name: str | None = None) -> tuple[str, str, str]:
             fact = f"It stops at {line}: {brief(error)}"
             raise BadValueError(place, fact, "Write a card for it: docs/cards.md") from error
     demo = job_of(data, observed, cls)
-    card = text_of(data)
-    job = text_of(demo)
-    published = text_of(published_job_of(data, demo, cls))
+    card, job, published = map(text_of, (data, demo, published_job_of(data, demo, cls)))
     # Our own texts: a mistake in them would be ours, and is seen here.
-    validated(Card, parse_document(card, f"configs/models/{name or model}.yaml"))
-    validated(Job, parse_document(job, f"configs/{name or model}_demo.yaml"))
-    validated(Job, parse_document(published, f"configs/{name or model}.yaml"))
+    for kind, file, text in zip((Card, Job, Job), FILES, (card, job, published), strict=True):
+        validated(kind, parse_document(text, file.format(name or model)))
     return card, job, published
 
 
 def pieces(model: str, name: str) -> list[Piece]:
     """Returns the files of a derived card, to be written into a pack and edited there."""
-    card, demo, published = derived_card(model, name)
-    texts = {f"configs/models/{name}.yaml": card, f"configs/{name}_demo.yaml": demo, f"configs/{name}.yaml": published}
-    return [Piece(file, text, mode="new") for file, text in texts.items()]
+    texts = zip(FILES, derived_card(model, name), strict=True)
+    return [Piece(file.format(name), text, mode="new") for file, text in texts]
 
 
 def image_argument(cls: Any) -> str | None:
@@ -523,9 +519,8 @@ def _files(stage: str) -> Iterable[tuple[str, set[str]]]:
     for _, read in pack.cards():  # a card with its document, or why it cannot be read
         for kind in [] if isinstance(read, TorchportError) else read[0].implementations.values():
             for implementation, stages in kind.patches.items():
-                names = itertools.chain(*stages.values())
                 if implementation != kind.default:
-                    optional.update(names)
+                    optional.update(*stages.values())
     files = [file for folder in pack.folders for file in folder.glob("diffusers/*.yaml")]
     for name in sorted({f"diffusers/{file.stem}" for file in files if file.stem != "lock"} - optional):
         entries = reading.read(pack.folders, [name])

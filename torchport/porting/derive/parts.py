@@ -415,11 +415,8 @@ class Configurations:
 
     def give(self, field: str, value: Any) -> bool:
         """Sets a field, such as `chat_template`, of all tokenizers that lack it; returns whether any tokenizer did."""
-        lacking = [name for name, spec in self.tokenizers.items() if spec and getattr(spec, field) is None]
-        for name in lacking:
-            spec = self.tokenizers[name]
-            assert spec is not None
-            self.tokenizers[name] = spec.model_copy(update={field: value})
+        lacking = {name: spec for name, spec in self.tokenizers.items() if spec and getattr(spec, field) is None}
+        self.tokenizers |= {name: spec.model_copy(update={field: value}) for name, spec in lacking.items()}
         return bool(lacking)
 
     def choose(self, component: str, cls: Any) -> None:

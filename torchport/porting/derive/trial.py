@@ -179,12 +179,11 @@ class PipelineTrial:
         """
         if self._follow_message(stop):
             return self._tried()
-        # The likeliest change comes first. Each of these undoes a change that did not help.
-        return (
-            self._mended_by_image(stop, before)
-            or self._mended_by_class(stop, before)
-            or self._mended_by_arguments(stop, before, end)
-        )
+        for _ in self._changes(stop, end):
+            observed, further = self._tried()
+            if further is None or (observed.finished, observed.line) > (before.finished, before.line):
+                return observed, further
+        return None
 
     def _follow_message(self, stop: Stop) -> bool:
         """Makes the change that the error's text asks for; returns whether it asks for one that was not made before."""
@@ -197,52 +196,30 @@ class PipelineTrial:
             return True
         return isinstance(stop.error, OverflowError) and self.configurations.give("model_max_length", LONGEST)
 
-    def _mended_by_image(self, stop: Stop, before: Observed) -> tuple[Observed, Stop | None] | None:
-        """Returns the next trial if the pipeline comes further with an image or a video; None if it does not."""
+    def _changes(self, stop: Stop, end: float) -> Iterator[None]:
+        """Makes the changes that may help, the likeliest first. Each is in force until the next is asked for."""
+        parts, values = self.configurations.parts, self.configurations.values
         takes = [name for name in IMAGES if name in inspect.signature(self.cls.__call__).parameters]
         speaks_of_image = re.search(r"image|video|NoneType", str(stop.error), re.IGNORECASE)
-        if not takes or self.image is not None or not speaks_of_image:
-            return None
-        self.image = takes[0]
-        further = self._tried_further(before)
-        if further is None:
+        if takes and self.image is None and speaks_of_image:
+            self.image = takes[0]
+            yield
             self.image = None
-        return further
-
-    def _mended_by_class(self, stop: Stop, before: Observed) -> tuple[Observed, Stop | None] | None:
-        """Returns the next trial if it comes further with another class of a network that may have several."""
-        parts, values = self.configurations.parts, self.configurations.values
+        # Another class of a network that may have several.
         for name, part in list(parts.items()):
-            if part.kind != "network" or stop.component not in (None, name):
-                continue
-            for other in part.others:
-                kept_values = values[name]
+            for other in part.others if part.kind == "network" and stop.component in (None, name) else ():
+                kept = values[name]
                 self.configurations.choose(name, other)
-                if further := self._tried_further(before):
-                    return further
-                parts[name] = part
-                values[name] = kept_values
-        return None
-
-    def _mended_by_arguments(self, stop: Stop, before: Observed, end: float) -> tuple[Observed, Stop | None] | None:
-        """Returns the next trial that comes further with other arguments of a component; None if none does in time."""
-        values = self.configurations.values
+                yield
+                parts[name], values[name] = part, kept
         for name, changes in self._proposals(stop):
-            if time.monotonic() + self.longest > end:  # it would end too late, by `time.monotonic`
-                return None
-            kept_values = dict(values.get(name, {}))
-            values.setdefault(name, {}).update(changes)
-            if further := self._tried_further(before):
-                self.configurations.mended.setdefault(name, []).extend(changes)
-                return further
-            values[name] = kept_values
-        return None
-
-    def _tried_further(self, before: Observed) -> tuple[Observed, Stop | None] | None:
-        """Returns one more trial of the pipeline if it came further than the trial before; else None."""
-        observed, stop = self._tried()
-        is_further = stop is None or (observed.finished, observed.line) > (before.finished, before.line)
-        return (observed, stop) if is_further else None
+            if time.monotonic() + self.longest > end:  # it would end too late
+                return
+            mended = self.configurations.mended
+            kept, known = values.get(name, {}), mended.get(name, [])
+            values[name], mended[name] = {**kept, **changes}, [*known, *changes]
+            yield
+            values[name], mended[name] = kept, known
 
     def _proposals(self, stop: Stop) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields changes of a component's arguments that may help, the likeliest first: changes that give the module
@@ -402,14 +379,12 @@ class PipelineTrial:
         observed.frames = 1
         observed.size = (self.unit * 2, self.unit * 4)
         values: dict[str, Any] = {"prompt": "A cat walks", "negative_prompt": NEGATIVE, "output_type": "pt"}
-        values |= {"generator": torch.Generator().manual_seed(0)}
+        values |= {"generator": torch.Generator().manual_seed(0), **constants_of(parameters)}
         values |= {"height": observed.size[0], "width": observed.size[1], "max_area": self.unit**2 * 8}
         frames = next((name for name in ARGUMENTS["frames"] if name in parameters), None)
         if frames is not None:
             observed.frames = values[frames] = 2 * int(temporal) + 1
-        values |= constants_of(parameters)
-        scale = guidance_argument(parameters)
-        if scale is not None:
+        if scale := guidance_argument(parameters):
             values[scale] = 3.0
         if self.image is not None:
             from PIL import Image
@@ -456,11 +431,10 @@ def _are_close(a: Any, b: Any) -> bool:
 
 def _deeper(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns changes that give an encoder and its nested configurations as many layers as published encoders have."""
-    result: dict[str, Any] = {"num_hidden_layers": LAYERS} if "num_hidden_layers" in values else {}
-    for name, value in values.items():
-        if isinstance(value, dict) and "num_hidden_layers" in value:
-            result[name] = {**value, "num_hidden_layers": LAYERS}
-    return result
+    layers = {"num_hidden_layers": LAYERS}
+    nested = {name: value for name, value in values.items() if isinstance(value, dict) and "num_hidden_layers" in value}
+    changes: dict[str, Any] = layers if "num_hidden_layers" in values else {}
+    return changes | {name: value | layers for name, value in nested.items()}
 
 
 def constants_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
@@ -645,10 +619,7 @@ class _Chain:
         outputs = list(output) if isinstance(output, tuple) else [output]
         if self.before is not None and self.before[0] == number - 1:
             _, others, returned = self.before
-            carries = []
-            for item in returned:
-                names = [name for name, value in inputs.items() if value is item]
-                carries.append(names[0] if names else "")
+            carries = [next((name for name, value in inputs.items() if value is item), "") for item in returned]
             # All other inputs are the same objects. Starred arguments come as a new tuple in every call, some others as
             # a new list: of these the items are compared.
             rest = [(inputs[name], others.get(name)) for name in inputs if name not in carries]

@@ -10,6 +10,7 @@ import dataclasses
 import keyword
 import re
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,8 @@ class PatchDraftRequest:
         """The name of its files, without their endings."""
         if self.file is not None:
             return self.file
-        if self.kind in ("op", "stub"):
-            return {"op": "lowerings", "stub": "imports"}[self.kind]
-        return self.target.partition(":")[0].rpartition(".")[2].strip("_") or "patches"
+        last = self.target.partition(":")[0].rpartition(".")[2].strip("_")
+        return {"op": "lowerings", "stub": "imports"}.get(self.kind, last or "patches")
 
     @property
     def names(self) -> str:
@@ -229,14 +229,11 @@ def _parameters_of_overload(request: PatchDraftRequest) -> str:
     import torch
 
     module, _, path = request.target.partition(":")
-    value: Any = torch.ops
-    parts = [*module.split(".")[2:], *path.split(".")]
+    overload = ".".join([*module.split(".")[2:], path])
     try:
-        for part in parts:
-            value = getattr(value, part)
-        schema = value._schema
+        schema = attrgetter(f"{overload}._schema")(torch.ops)
     except AttributeError as error:
-        fact = f"torch {torch.__version__} has no overload {'.'.join(parts)}"
+        fact = f"torch {torch.__version__} has no overload {overload}"
         remedy = "Name one, as torch.ops.aten:gelu.default"
         raise TargetError(request.place, fact, remedy, target=request.target) from error
     positional: list[str] = []
@@ -281,7 +278,7 @@ def _agreement_test(request: PatchDraftRequest, name: str, id: str, target: Targ
     title = f"{path} with the patch '{id}' and without it."
     if isinstance(target.node, ast.ClassDef) or target.path[-1] in ("__init__", "__new__"):
         class_path = path.removesuffix(".__init__").removesuffix(".__new__")
-        return _test(request, name, id, title, module=target.module, path=class_path)
+        return _test(request, name, id, title, module=target.source.module, path=class_path)
     # In the test, `call` is the expression that is compared, and `takes` a comment on its arguments.
     if target.kind == "property":
         call, takes = f"args[0].{target.path[-1]}", "By position there is the object alone."
@@ -293,7 +290,7 @@ def _agreement_test(request: PatchDraftRequest, name: str, id: str, target: Targ
             call = f"asyncio.run({call})"
         elif target.is_generator:
             call = f"list({call})"
-    values = {"module": target.module, "is_async": target.is_async, "takes": takes, "call": call}
+    values = {"module": target.source.module, "is_async": target.is_async, "takes": takes, "call": call}
     return _test(request, name, id, title, **values)
 
 
@@ -312,10 +309,8 @@ class DraftedPatch:
 def write_draft(request: PatchDraftRequest, home: Home) -> DraftedPatch:
     """Writes a draft into a pack's folder, all or nothing; raises TakenNameError if a part of it is there already."""
     drafted = draft(request)
-    file = f"patches/{request.names}.yaml"
-    text = proposal.written(drafted.fields, request.package) + "\n"
-    entry = _checked(request, drafted, home, file, text)
-    pieces = [Piece(file, text)]
+    pieces = [Piece(f"patches/{request.names}.yaml", proposal.written(drafted.fields, request.package) + "\n")]
+    entry = _checked(request, drafted, home, pieces[0])
     reference = (entry.reference or "") if drafted.python else ""
     if drafted.python:
         head = f'"""Functions of the patches in {request.names}.yaml."""\n\nfrom __future__ import annotations\n\n\n'
@@ -331,35 +326,28 @@ def write_draft(request: PatchDraftRequest, home: Home) -> DraftedPatch:
 
 def drafted_entries(home: Home, package: str) -> list[Entry]:
     """Returns the entries of a pack's patches for a package."""
-    folder = home.root / "patches" / package
-    entries = []
-    for file in sorted(folder.glob("*.yaml")):
-        if file.name != LOCK:
-            entries += read_file(file)
-    return entries
+    files = sorted((home.root / "patches" / package).glob("*.yaml"))
+    return [entry for file in files if file.name != LOCK for entry in read_file(file)]
 
 
-def _checked(request: PatchDraftRequest, drafted: Draft, home: Home, file: str, text: str) -> Entry:
-    """Returns the entry of a draft, checked against its pack and against upstream's source. Nothing is written. `file`
-    is its YAML file in the pack, to which `text` will be added.
+def _checked(request: PatchDraftRequest, drafted: Draft, home: Home, piece: Piece) -> Entry:
+    """Returns the entry of a draft, whose YAML is `piece`, checked against its pack and against upstream's source.
+    Nothing is written.
     """
     entry = proposal.entry_of(drafted.fields, request.package)
-    path = home.root / file
-    before = home.text(file)
+    path = home.root / piece.file
     for other in drafted_entries(home, request.package):
         if other.id == entry.id:
             fact = f"The patch '{entry.id}' is there already"
             raise TakenNameError(other.place, fact, "Change that entry, or delete it first", patch=entry.id)
     entry._place = request.place  # for the text of a conflict: the entry has no line yet
-    patch_set.check_claims(running=[], fresh=[*read_file(path), entry] if before else [entry])
-    content, line = text, 1
-    if before:
-        content = f"{before.rstrip()}\n\n{text}"
-        line = before.rstrip().count("\n") + 3  # after the last line and an empty line
+    patch_set.check_claims(running=[], fresh=[*read_file(path), entry] if home.text(piece.file) else [entry])
+    content = home.text_with(piece)
     document = parse_document(content, as_named(path))  # the file as it will be
     if not isinstance(document.data, list):
         fact = "It is no list whose items stand on lines of their own"
         raise WrongTypeError(as_named(path), fact, "Choose another file with --file")
+    line = content.removesuffix(piece.text).count("\n") + 1
     entry._place = f"{as_named(path)}:{line}"
     entry._folder = path.parent
     if entry.edits:

@@ -42,7 +42,7 @@ class Home:
 
     def write(self, pieces: Sequence[Piece]) -> list[str]:
         """Writes all pieces, or none if a piece cannot be added; returns a line to print for each file."""
-        texts = [self._text_of(piece) for piece in pieces]
+        texts = [self.text_with(piece) for piece in pieces]
         lines = []
         for piece, text in zip(pieces, texts, strict=True):
             path = self.root / piece.file
@@ -52,7 +52,7 @@ class Home:
             lines.append(f"{word:11} {as_named(path)}")
         return lines
 
-    def _text_of(self, piece: Piece) -> str:
+    def text_with(self, piece: Piece) -> str:
         """Returns the text of a piece's file with the piece in it; refuses a function or class that the file has."""
         path = folder.inside(self.root, self.root / piece.file)
         before = self.text(piece.file)

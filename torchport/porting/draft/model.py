@@ -192,7 +192,7 @@ def write(request: ModelDraftRequest, home: Home, checkout: Path | None) -> list
         raise TakenNameError(request.place, fact, "Choose another name", name=request.name)
     components = parts(request)
     network = components[0].target
-    package = network.module.partition(".")[0]
+    package = network.source.module.partition(".")[0]
     # In the folder of upstream's package: its patches lie there, too.
     family = f"{package}/stages" if package == request.name else f"{package}/{request.name}_stages"
     # A file that speaks of images or of 2D layers, and of no video, is of a network that makes images.
@@ -242,7 +242,7 @@ def _card_text(
     request: ModelDraftRequest, components: Sequence[Part], checkout: Path | None, family: str, of_images: bool
 ) -> str:
     target = components[0].target
-    package = target.module.partition(".")[0]
+    package = target.source.module.partition(".")[0]
     values: dict[str, Any] = {"upstream": proposal.fits(package)}
     if checkout is not None:
         has = Path(target.source.file).resolve().relative_to(checkout).as_posix()

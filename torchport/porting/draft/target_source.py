@@ -35,10 +35,6 @@ class Target:
     kind: Kind
 
     @property
-    def module(self) -> str:
-        return self.source.module
-
-    @property
     def path(self) -> tuple[str, ...]:
         return tuple(self.name.partition(":")[2].split("."))
 

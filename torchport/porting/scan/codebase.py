@@ -13,8 +13,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from torchport.errors import UnreadableError
@@ -32,13 +31,6 @@ _DEPTH = 12
 _PARSED = 1000
 """Levels of Python's stack that the parser may use."""
 _IMPORTS = re.compile(r"^(?:from\s+([\w.]+)\s+import\b|import\s+([\w., \t]+))", re.MULTILINE)
-
-
-class _AllNames:
-    """Contains every name: where a module has `from m import *`, any name may come from `m`."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,12 +65,9 @@ class CodeUnit:
         """The class that it is a method of."""
         return self.module.classes.get(self.class_name)
 
-    @functools.cached_property
-    def heads(self) -> Container[str]:
-        """The names that it or its module imports or defines. A chain that begins with another name is local."""
-        if self.module.stars:
-            return _AllNames()
-        return self.module.heads | self.imports.keys() if self.imports else self.module.heads
+    def may_import(self, name: str) -> bool:
+        """Returns whether it or its module imports or defines a name, as far as is known; any other name is local."""
+        return name in self.module.heads or name in self.imports or bool(self.module.stars)
 
     @functools.cached_property
     def first(self) -> str:
@@ -96,10 +85,6 @@ class Class:
     name: str
     above: tuple[tuple[str, ...], ...]  #: Its bases, as chains of names.
     variables: frozenset[str]  #: The names that its body assigns.
-
-    @functools.cached_property
-    def dotted(self) -> str:
-        return f"{self.module.name}.{self.name}"
 
 
 @dataclasses.dataclass(eq=False)
@@ -185,9 +170,7 @@ class Codebase:
     def _tree(self, source: Source) -> ast.Module | None:
         """Returns the syntax tree of a file, and counts its lines; None, with a finding in `unread`, without a tree."""
         try:
-            with _as_shallow():
-                text = parsing.text_of(source.file, source.path)
-                tree = parsing.tree(text, source.path)
+            text, tree = _parsed(source)
         except UnreadableError as error:
             self.unread.append(ScanFinding(BY_KIND[error.kind], source.path, error.line, "", error.fact))
             return None
@@ -198,9 +181,7 @@ class Codebase:
     @functools.lru_cache(maxsize=8)  # noqa: B019  (a codebase lives as long as its scan)
     def _bodies(self, name: str) -> dict[str, Body]:
         """Returns the bodies of a module's functions by name, from its file, which is parsed again."""
-        source = self._files[name]
-        with _as_shallow():
-            tree = parsing.tree(parsing.text_of(source.file, source.path), source.path)
+        _, tree = _parsed(self._files[name])
         return {body.name: body for body in bodies(tree)[0]}
 
     def body(self, unit: CodeUnit) -> Body:
@@ -214,29 +195,26 @@ class Codebase:
         """
         if not chain:
             return ""
-        head = (local.get(chain[0]) if local else None) or module.bound.get(chain[0])
-        if head is None and chain[0] in module.heads:
-            head = f"{module.name}.{chain[0]}"
+        first, *rest = chain
+        head = (local or {}).get(first) or module.bound.get(first)
+        if head is None and first in module.heads:
+            head = f"{module.name}.{first}"
         if head is None:
-            for star in module.stars:
-                imported = self.module(star)
-                if imported and chain[0] in imported.heads:
-                    head = f"{star}.{chain[0]}"
-        return "" if head is None else ".".join((head, *chain[1:]))
+            stars = [star for star in module.stars if (there := self.module(star)) and first in there.heads]
+            head = f"{stars[-1]}.{first}" if stars else None
+        return "" if head is None else ".".join((head, *rest))
 
     def resolve(self, unit: CodeUnit, chain: tuple[str, ...]) -> str:
         """Returns the full name of a chain of names in a function, as in the module that defines the object: `pkg.m.f`
         for `("f",)` after `from pkg import f`. Empty where no import or definition binds the first name.
         """
-        if not chain or chain[0] not in unit.heads:
+        if not chain or not unit.may_import(chain[0]):
             return ""
         if chain[0] in unit.imports:
             return self.canonical(self.full_name(unit.module, chain, unit.imports))
-        known = unit.module.resolved.get(chain)
-        if known is None:
-            name = self.full_name(unit.module, chain)
-            known = unit.module.resolved[chain] = self.canonical(name) if name else ""
-        return known
+        if chain not in unit.module.resolved:
+            unit.module.resolved[chain] = self.canonical(self.full_name(unit.module, chain))
+        return unit.module.resolved[chain]
 
     def has(self, dotted: str) -> bool:
         """Returns whether a full name begins with a top-level package or module of this codebase."""
@@ -375,12 +353,13 @@ def _imported_tops(source: Source) -> Iterator[str]:
         yield from (part.split()[0].partition(".")[0] for part in (match[1] or match[2]).split(",") if part.strip())
 
 
-def _as_shallow() -> AbstractContextManager[None]:
-    """Returns a context that lets the parser nest `_PARSED` levels at most, even where `recursion` allows more. The
-    parser uses the C stack, which would overflow before a higher limit is reached.
-    """
+def _parsed(source: Source) -> tuple[str, ast.Module]:
+    """Returns the text and the syntax tree of a file, or raises UnreadableError."""
     depth = sum(1 for _ in traceback.walk_stack(sys._getframe()))  # the limit counts the frames of the callers, too
-    return recursion(min(sys.getrecursionlimit(), depth + _PARSED))
+    # The parser uses the C stack, which would overflow before the limit of a whole scan is reached.
+    with recursion(min(sys.getrecursionlimit(), depth + _PARSED)):
+        text = parsing.text_of(source.file, source.path)
+        return text, parsing.tree(text, source.path)
 
 
 @contextlib.contextmanager
@@ -429,7 +408,8 @@ def _unit_of(module: Module, body: Body) -> CodeUnit:
             value = parameter.default
             if value is not None:  # a default that is no constant has the unknown term, None
                 unit.defaults[parameter.name] = ("const", value.value) if isinstance(value, ast.Constant) else None
-        unit.tensors = frozenset(_registered_tensors(body)) if node.name == "__init__" else frozenset()
+        if node.name == "__init__":
+            unit.tensors = frozenset(_registered_tensors(body))
     return unit
 
 

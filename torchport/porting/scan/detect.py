@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import re
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,9 +33,8 @@ _BUILDERS = {
 }  # fmt: skip
 _LONGEST = 90
 NAMES = Path(__file__).with_name("names.yaml")
-_NAMES: dict[str, frozenset[str]] = {
-    key: frozenset(names) for key, names in yaml.safe_load(NAMES.read_text(encoding="utf-8")).items()
-}
+_DATA: dict[str, list[str]] = yaml.safe_load(NAMES.read_text(encoding="utf-8"))
+_NAMES = types.SimpleNamespace(**{key: frozenset(names) for key, names in _DATA.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,6 @@ class FunctionContext:
     def __init__(self, codebase: Codebase, unit: CodeUnit, body: Body) -> None:
         self.unit = unit
         self.codebase = codebase
-        self.heads = unit.heads
         self.at_import = unit.name == MODULE
         self.builds = unit.name.rpartition(".")[2] in _BUILDERS  # a constructor: it runs before anything is traced
         self.terms = Terms(unit.parameters, unit.first, lambda node: codebase.resolve(unit, chain_of(node)))
@@ -74,7 +73,7 @@ class FunctionContext:
         """Returns the full name of a chain of names, such as `torch.nn.Linear` for `nn.Linear`. Empty where no import
         or definition binds its first name, or where a local variable has this name.
         """
-        if not chain or chain[0] not in self.heads:
+        if not chain or not self.unit.may_import(chain[0]):
             return ""
         is_local = not self.at_import and chain[0] in self.tensors.kinds and chain[0] not in self.unit.imports
         return "" if is_local else self.codebase.resolve(self.unit, chain)
@@ -89,11 +88,8 @@ class FunctionContext:
         """The arguments of all calls of autocast and the like, such as the "cuda" of `autocast("cuda")`."""
         calls: list[Any] = [event.node for event in self._body.by_act[Act.CALL]]
         asking = [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", "")) in _AUTOCASTS]
-        arguments: set[ast.AST] = set()
-        for call in asking:
-            arguments.update(call.args)
-            arguments.update(keyword.value for keyword in call.keywords)
-        return arguments
+        keywords = {keyword.value for call in asking for keyword in call.keywords}
+        return keywords.union(*(call.args for call in asking))
 
     def site(self, kind: str, event: Event, uses: str = "", if_none: str = "", sure: bool = True) -> Site:
         """Returns a finding at an event of this function."""
@@ -102,28 +98,19 @@ class FunctionContext:
 
 
 _AUTOCASTS = ("autocast", "custom_fwd", "custom_bwd", "GradScaler")
-KERNELS = _NAMES["gpu_kernels"]
 _FLEX = "torch.nn.attention.flex_attention"
-_ANSWERED = _NAMES["cuda_answers"]
-_WITHOUT_GROUP = _NAMES["without_group"]
 _WRAPPERS = ("torch.nn.parallel.DistributedDataParallel", "deepspeed.", "torch.distributed.")
-MAKES_GROUP = _NAMES["makes_group"]
-_FACTORIES = _NAMES["factories"]
+MAKES_GROUP: frozenset[str] = _NAMES.makes_group
 AUTOCAST = "torch.amp.autocast_mode.autocast"
 """The class that all names of autocast lead to."""
 _BACKENDS = {"torch.nn.attention.sdpa_kernel", "torch.backends.cuda.sdp_kernel"}
 """What allows only some kernels of attention."""
-_COMPILES = _NAMES["compilers"]
-_FLOAT64 = _NAMES["float64"]
-_COMPLEX = _NAMES["complex"]
-_BY_VALUES_METHODS = _NAMES["by_values"]
-BY_VALUES = {f"torch.{name}" for name in (*_BY_VALUES_METHODS, "unique")}
-DIFFERING = _NAMES["differing"]
-_NOT_INPLACE = _NAMES["not_in_place"]
+BY_VALUES = {f"torch.{name}" for name in (*_NAMES.by_values, "unique")}
+DIFFERING: frozenset[str] = _NAMES.differing
 
 _OUTER = (ast.BitAnd, ast.BitOr, ast.Sub)
-_FEATURES = _NAMES["features"]
-_MADE = _NAMES["makes_mask"]
+_NO_COUNTS = (ast.Constant, ast.UnaryOp, ast.Starred)
+"""Sizes such as `4`, `-1` and `*sizes`, which are no count of positions for certain."""
 
 
 Detector = Callable[[FunctionContext, Event], Iterator[Site]]
@@ -134,10 +121,9 @@ def sites(context: FunctionContext, body: Body) -> Iterator[Site]:
     uses_torch = context.unit.module.uses_torch
     detectors = _BY_ACT if uses_torch else _WITHOUT_TORCH
     seen: set[tuple[str, int]] = set()
-    heads = context.heads
     for event in body.events:
-        if event.act is Act.CHAIN and (not event.chain or event.chain[0] not in heads):  # a local name, as most are
-            continue
+        if event.act is Act.CHAIN and not (event.chain and context.unit.may_import(event.chain[0])):
+            continue  # a local name, as most are
         for detector in detectors.get(event.act, ()):
             for site in detector(context, event):
                 if (site.kind, site.line) not in seen:
@@ -165,16 +151,16 @@ def is_autocast(name: str) -> bool:
 
 def is_kernel(name: str) -> bool:
     """Returns whether a full name is of a package of GPU kernels, or of torch's flex attention."""
-    return name.partition(".")[0] in KERNELS or name == _FLEX or name.startswith(f"{_FLEX}.")
+    return name.partition(".")[0] in _NAMES.gpu_kernels or name == _FLEX or name.startswith(f"{_FLEX}.")
 
 
 def _kind_of_name(context: FunctionContext, name: str) -> str:
     """Returns the kind of finding for the use of a full name: `float64` for `torch.double`; empty for none."""
     if is_kernel(name):
         return "" if context.at_import else "kernel"  # at import the finding is the import itself
-    if name in _FLOAT64:
+    if name in _NAMES.float64:
         return "float64"
-    return "complex" if name in _COMPLEX or name.startswith("torch.fft.") else ""
+    return "complex" if name in _NAMES.complex or name.startswith("torch.fft.") else ""
 
 
 def _names(context: FunctionContext, event: Event) -> Iterator[Site]:
@@ -209,11 +195,11 @@ def _kind_of_call(context: FunctionContext, node: ast.Call, name: str) -> str:
     last = name.rpartition(".")[2]
     if is_autocast(name):
         return ""  # `_contexts` finds it, as a context or decorator
-    if name.startswith("torch.cuda.") and name.split(".")[2] not in _ANSWERED:
+    if name.startswith("torch.cuda.") and name.split(".")[2] not in _NAMES.cuda_answers:
         return "cuda-import" if context.at_import else "cuda-call"
-    if name.startswith(_WRAPPERS) and last not in _WITHOUT_GROUP and "._checkpoint." not in name:
+    if name.startswith(_WRAPPERS) and last not in _NAMES.without_group and "._checkpoint." not in name:
         return "cuda-import" if context.at_import else "process-group"
-    if name in _COMPILES:
+    if name in _NAMES.compilers:
         return "compile"
     if name in BY_VALUES or (name == "torch.where" and len(node.args) == 1):
         return "mask-index"
@@ -223,7 +209,7 @@ def _kind_of_call(context: FunctionContext, node: ast.Call, name: str) -> str:
 def _host_tensors(context: FunctionContext, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
     """Yields a finding for a tensor of the host, as by `torch.zeros(4)` without a device, outside of constructors."""
     module, _, last = name.rpartition(".")
-    if module != "torch" or last not in _FACTORIES or context.builds or context.at_import:
+    if module != "torch" or last not in _NAMES.factories or context.builds or context.at_import:
         return
     device = next((keyword.value for keyword in node.keywords if keyword.arg == "device"), None)
     if device is None and any(keyword.arg is None for keyword in node.keywords):
@@ -249,11 +235,11 @@ def _method_calls(context: FunctionContext, event: Event, node: ast.Call, name: 
         yield context.site("cuda-import" if context.at_import else "cuda-device", event)
     elif method == "double" and not node.args and not name:
         yield context.site("float64", event)
-    elif method in _BY_VALUES_METHODS and not name:
+    elif method in _NAMES.by_values and not name:
         yield context.site("mask-index", event)
     elif (method == "unique" or f"torch.{method}" in DIFFERING) and context.tensors.kind(func.value) in ON_DEVICE:
         yield context.site("mask-index" if method == "unique" else "operator", event)
-    in_place = method.endswith("_") and not method.endswith("__") and method not in _NOT_INPLACE
+    in_place = method.endswith("_") and not method.endswith("__") and method not in _NAMES.not_in_place
     if event.loop and in_place and not context.builds and not name:
         yield context.site("inplace-loop", event)
 
@@ -276,8 +262,7 @@ def _indices(context: FunctionContext, event: Event) -> Iterator[Site]:
     """Yields a finding for an index that needs a tensor's values: a bound of a slice, or a mask."""
     if not isinstance(event.node, ast.Subscript):
         return
-    index = event.node.slice
-    for part in index.elts if isinstance(index, ast.Tuple) else [index]:
+    for part in _items_of(event.node.slice):
         if isinstance(part, ast.Slice):
             bounds = [bound for bound in (part.lower, part.upper) if bound is not None]
             if any(context.tensors.kind(bound) in ON_DEVICE for bound in bounds):
@@ -304,7 +289,7 @@ def _contexts(context: FunctionContext, event: Event) -> Iterator[Site]:
         yield context.site("autocast", event, AUTOCAST)
     elif name in _BACKENDS:
         yield context.site("attention-backend", event, name)
-    elif name in _COMPILES:
+    elif name in _NAMES.compilers:
         yield context.site("compile", event, name)
     elif is_kernel(name):
         yield context.site("kernel", event, name)
@@ -322,40 +307,33 @@ def _cuda_strings(context: FunctionContext, event: Event) -> Iterator[Site]:
 def _square_masks(context: FunctionContext, event: Event) -> Iterator[Site]:
     """Yields a finding for a mask of all pairs of positions: made as a square, or as in `x[:, None] == x[None]`."""
     node = event.node
-    pair: tuple[ast.expr, ast.expr] | None = None
+    sides: list[ast.expr] = []
     if isinstance(node, ast.BinOp) and isinstance(node.op, _OUTER):
-        pair = node.left, node.right
-    elif isinstance(node, ast.Compare) and len(node.comparators) == 1:
-        pair = node.left, node.comparators[0]
+        sides = [node.left, node.right]
+    elif isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
     elif isinstance(node, ast.Call):
-        last = context.full_name(event.chain).rpartition(".")[2]
-        if not last and isinstance(node.func, ast.Attribute):
-            last = node.func.attr
-        if last in ("logical_and", "logical_or") and len(node.args) == 2:
-            pair = node.args[0], node.args[1]
-        elif last in _MADE and _is_square(node, last):
+        last = context.full_name(event.chain).rpartition(".")[2] or getattr(node.func, "attr", "")
+        sides = node.args if last in ("logical_and", "logical_or") else []
+        if last in _NAMES.makes_mask and _is_square(node, last):
             yield context.site("square-mask", event)
-    if pair is not None:
+    if len(sides) == 2:
         # Both sides are the same tensor with a new dim, each at another place: all pairs are combined.
-        (tensor, place), (other_tensor, other_place) = (_added_dim(context, side) for side in pair)
+        (tensor, place), (other_tensor, other_place) = (_added_dim(context, side) for side in sides)
         if place != other_place and tensor == other_tensor != "":
             yield context.site("square-mask", event)
 
 
 def _is_square(node: ast.Call, name: str) -> bool:
     """Returns whether a call makes a square of positions, as `torch.ones(n, n)`; not of numbers or feature sizes."""
-    if name in ("eye", "tri"):
-        return bool(node.args) and not _is_small(node.args[0]) and ast.unparse(node.args[0]).lower() not in _FEATURES
     parts = node.args[0].elts if node.args and isinstance(node.args[0], (ast.Tuple, ast.List)) else node.args
-    if not 2 <= len(parts) <= 4 or any(_is_small(part) for part in parts[-2:]):  # more dims are those of a video
+    if name in ("eye", "tri"):  # a single size, of both sides
+        parts = node.args[:1] * 2
+    # More dims are those of a video.
+    if not 2 <= len(parts) <= 4 or any(isinstance(part, _NO_COUNTS) for part in parts[-2:]):
         return False
     size = ast.unparse(parts[-1])
-    return ast.unparse(parts[-2]) == size and size.lower() not in _FEATURES
-
-
-def _is_small(node: ast.expr) -> bool:
-    """Returns whether a size is no count of positions for certain: a number such as `4` or `-1`, or `*sizes`."""
-    return isinstance(node, (ast.Constant, ast.UnaryOp, ast.Starred))
+    return ast.unparse(parts[-2]) == size and size.lower() not in _NAMES.features
 
 
 def _added_dim(context: FunctionContext, node: ast.expr, depth: int = 0) -> tuple[str, str]:
@@ -368,10 +346,8 @@ def _added_dim(context: FunctionContext, node: ast.expr, depth: int = 0) -> tupl
             inner = _added_dim(context, made, depth + 1)
             return inner if inner[1] else (node.id, "")
         return node.id, ""
-    if isinstance(node, ast.Subscript):
-        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        if any(isinstance(part, ast.Constant) and part.value is None for part in parts):
-            return ast.unparse(node.value), ast.unparse(node.slice)
+    if isinstance(node, ast.Subscript) and any(ast.unparse(item) == "None" for item in _items_of(node.slice)):
+        return ast.unparse(node.value), ast.unparse(node.slice)
     if isinstance(node, ast.Call):
         func = node.func
         if isinstance(func, ast.Attribute) and func.attr in ("unsqueeze", "transpose"):
@@ -408,19 +384,12 @@ class Kind(enum.Enum):
 
 
 ON_DEVICE = (Kind.TENSOR, Kind.MASK)
-_TENSOR_NAMES = _NAMES["tensor_types"]
-_PLAIN_ATTRIBUTES = _NAMES["plain_attributes"]
-_TENSOR_ATTRIBUTES = _NAMES["tensor_attributes"]
-_PLAIN_METHODS = _NAMES["plain_methods"]
-_MASKS = _NAMES["masks"]
-_ONLY_TENSORS = _NAMES["tensor_methods"]
-_PLAIN_FUNCTIONS = _NAMES["plain_functions"]
 _NUMBERS = re.compile(
     r"(^|_)(len|length|num|size|shape|mode|idx|index|dim|type|name|height|width|frames|heads|channels|step|config|args|"
     r"kwargs|return|use|is|do|list|dict|n|h|w|enable|generator|callback|dtype|device|func|fn|train|training)(_|$)"
 )
 """Parameters without an annotation that are no tensors, by the words of their names."""
-_PLAIN_MODULES = tuple(_NAMES["plain_modules"])
+_PLAIN_MODULES = tuple(_NAMES.plain_modules)
 _HANDED_THROUGH = {"enumerate", "zip", "list", "tuple", "reversed", "sorted", "iter"}
 
 
@@ -439,7 +408,7 @@ class Tensors:
         self.made_from: dict[str, ast.expr] = {}  # the last value that each name was assigned
         self._containers: set[str] = set()  # names of lists and dictionaries
         called = [event.chain for event in body.by_act[Act.CALL] if len(event.chain) == 2]
-        self._used_as_tensors = {owner for owner, method in called if method in _ONLY_TENSORS}
+        self._used_as_tensors = {owner for owner, method in called if method in _NAMES.tensor_methods}
         # A name with a text as its index, as in `batch["image"]`, is a dictionary.
         indexed: list[Any] = [event.node for event in (*body.by_act[Act.INDEX], *body.by_act[Act.WRITE])]
         holders = [node.value for node in indexed if isinstance(getattr(node.slice, "value", None), str)]
@@ -519,7 +488,7 @@ class Tensors:
             return self._call(node)
         if isinstance(node, ast.Attribute):
             return self._attribute(node)
-        if isinstance(node, ast.Subscript):
+        if isinstance(node, (ast.Subscript, ast.NamedExpr)):
             return self.kind(node.value)
         if isinstance(node, ast.Compare):
             return self._comparison(node)
@@ -535,14 +504,12 @@ class Tensors:
             return _joint_kind([self.kind(node.body), self.kind(node.orelse)])
         if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
             return self.kind(node.elt)
-        if isinstance(node, ast.NamedExpr):
-            return self.kind(node.value)
         return Kind.PLAIN if isinstance(node, (ast.JoinedStr, ast.Dict, ast.BoolOp)) else Kind.UNKNOWN
 
     def _attribute(self, node: ast.Attribute) -> Kind:
-        if node.attr in _PLAIN_ATTRIBUTES:
+        if node.attr in _NAMES.plain_attributes:
             return Kind.PLAIN
-        if node.attr in _TENSOR_ATTRIBUTES:
+        if node.attr in _NAMES.tensor_attributes:
             return self.kind(node.value)
         on_self = isinstance(node.value, ast.Name) and node.value.id == self._self and bool(self._self)
         return Kind.TENSOR if on_self and node.attr in self._attributes else Kind.UNKNOWN
@@ -579,13 +546,13 @@ class Tensors:
         """Returns the kind of value that a method returns; a call of a submodule with a tensor returns a tensor."""
         kind = self.kind(func.value)
         method = func.attr
-        if kind in (*ON_DEVICE, Kind.HOST) or method in _ONLY_TENSORS:
-            if method in _PLAIN_METHODS:
+        if kind in (*ON_DEVICE, Kind.HOST) or method in _NAMES.tensor_methods:
+            if method in _NAMES.plain_methods:
                 return Kind.PLAIN
             if method == "cpu" or kind is Kind.HOST:
                 return Kind.HOST
             stays = kind is Kind.MASK and method not in ("float", "long", "int", "sum", "cumsum")
-            return Kind.MASK if stays or method in (*_MASKS, "bool") else Kind.TENSOR
+            return Kind.MASK if stays or method in (*_NAMES.masks, "bool") else Kind.TENSOR
         given = [self.kind(argument) for argument in node.args]
         on_self = isinstance(func.value, ast.Name) and func.value.id == self._self  # it may be a submodule
         return Kind.TENSOR if on_self and any(kind in ON_DEVICE for kind in given) else Kind.UNKNOWN
@@ -594,11 +561,11 @@ class Tensors:
 def _kind_of_torch_call(name: str, node: ast.Call, tensors: Tensors) -> Kind:
     """Returns whether a function of torch returns a tensor, a mask (bool tensor), or a plain Python value."""
     last = name.rpartition(".")[2]
-    if name.startswith(_PLAIN_MODULES) or last in _PLAIN_FUNCTIONS:
+    if name.startswith(_PLAIN_MODULES) or last in _NAMES.plain_functions:
         return Kind.PLAIN
     if name.startswith("torch.nn.") and not name.startswith("torch.nn.functional."):
         return Kind.PLAIN
-    if last in (*_MASKS, "all", "any", "isin"):
+    if last in (*_NAMES.masks, "all", "any", "isin"):
         return Kind.MASK
     first = tensors.kind(node.args[0]) if node.args else Kind.UNKNOWN
     if first is Kind.MASK and last in ("cat", "concat", "stack", "zeros_like", "ones_like", "pad"):
@@ -609,10 +576,13 @@ def _kind_of_torch_call(name: str, node: ast.Call, tensors: Tensors) -> Kind:
 
 def _joint_kind(kinds: list[Kind]) -> Kind:
     """Returns the kind of a value made of other values: a tensor if any of them is a tensor, plain if all are plain."""
-    for kind in (Kind.TENSOR, Kind.MASK, Kind.HOST, Kind.PLAIN):
-        if kind in kinds and (kind is not Kind.PLAIN or all(kind is Kind.PLAIN for kind in kinds)):
-            return kind
-    return Kind.UNKNOWN
+    found = [kind for kind in (Kind.TENSOR, Kind.MASK, Kind.HOST, Kind.UNKNOWN) if kind in kinds]
+    return found[0] if found else Kind.PLAIN
+
+
+def _items_of(index: ast.expr) -> list[ast.expr]:
+    """Returns the parts of an index: `[a, b]` for `x[a, b]`."""
+    return index.elts if isinstance(index, ast.Tuple) else [index]
 
 
 def _names_tensor(annotation: ast.expr) -> bool:
@@ -625,26 +595,19 @@ def _names_tensor(annotation: ast.expr) -> bool:
         annotation = body[0].value if body and isinstance(body[0], ast.Expr) else annotation
     if isinstance(annotation, ast.Subscript):
         outer = chain_of(annotation.value)[-1:]
-        inner = annotation.slice
-        parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-        if outer in (("Dict",), ("dict",), ("Mapping",)):
-            parts = parts[1:]
-        return outer != ("Callable",) and any(_names_tensor(part) for part in parts)
+        skipped = 1 if outer in (("Dict",), ("dict",), ("Mapping",)) else 0  # the keys
+        return outer != ("Callable",) and any(map(_names_tensor, _items_of(annotation.slice)[skipped:]))
     if isinstance(annotation, ast.BinOp):
         return _names_tensor(annotation.left) or _names_tensor(annotation.right)
-    return any(name in _TENSOR_NAMES for name in chain_of(annotation)[-1:])
+    return any(name in _NAMES.tensor_types for name in chain_of(annotation)[-1:])
 
 
 def _is_collection(annotation: ast.expr) -> bool:
     """Returns whether an annotation is a collection such as `list[Tensor]`, or may be one."""
     if isinstance(annotation, ast.Subscript):
         outer = chain_of(annotation.value)[-1:]
-        if outer in (("Optional",), ("Union",)):
-            inner = annotation.slice
-            if isinstance(inner, ast.Tuple):
-                return any(map(_is_collection, inner.elts))
-            return _is_collection(inner)
-        return outer != ()
+        is_optional = outer in (("Optional",), ("Union",))
+        return any(map(_is_collection, _items_of(annotation.slice))) if is_optional else outer != ()
     if isinstance(annotation, ast.BinOp):
         return _is_collection(annotation.left) or _is_collection(annotation.right)
     return False

@@ -50,27 +50,22 @@ _OPS = {
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Called:
-    line: int
-    conditions: Conditions
-    chain: tuple[str, ...]  #: What is called, as `("a", "b")` for `a.b()`; empty for `f().b()`.
-    name: str  #: The full name of the chain; empty where no known import or definition binds it.
-    attribute: str  #: The method `b` of `f().b()`; empty with a chain.
-    of_super: bool  #: As in `super().b()`.
-    arguments: tuple[Term, ...]  #: Arguments by position, up to the first `*arguments`.
-    keywords: tuple[tuple[str, Term], ...]
-    starred: bool  #: It passes `*a` or `**b`.
-
-
-@dataclasses.dataclass(slots=True, eq=False)
 class Read:
-    """A name or attribute that is read and not called."""
+    """A name or attribute that is read, or (`Called`) called."""
 
     line: int
     conditions: Conditions
     chain: tuple[str, ...]  #: Its names, as `("a", "b")` for `a.b`; empty for `f().b`.
-    name: str  #: The full name of the chain.
-    attribute: str  #: The attribute `b` of `f().b`; empty with a chain.
+    name: str  #: The full name of the chain; empty where no known import or definition binds it.
+    attribute: str  #: The attribute or method `b` of `f().b`; empty with a chain.
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Called(Read):
+    of_super: bool  #: As in `super().b()`.
+    arguments: tuple[Term, ...]  #: Arguments by position, up to the first `*arguments`.
+    keywords: tuple[tuple[str, Term], ...]
+    starred: bool  #: It passes `*a` or `**b`.
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -85,7 +80,7 @@ class Imported:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Facts:
-    references: tuple[Called | Read | Imported, ...] = ()
+    references: tuple[Read | Imported, ...] = ()
     assigned: frozenset[str] = frozenset()  #: The parameters that it assigns to.
     nones: frozenset[str] = frozenset()  #: The parameters that it sets to None.
     attributes: tuple[tuple[str, Term], ...] = ()  #: The attributes that it sets, with a constant value or None.
@@ -109,12 +104,9 @@ class Terms:
         self._first = first  # the name of a method's first argument
         self._full_name = full_name
         self._conditions: dict[Guards, Conditions] = {(): ()}  # a cache
-        self._last: tuple[Guards, Conditions] = (), ()  # the last answer: most events have the conditions of the last
 
     def conditions(self, guards: Guards) -> Conditions:
         """Returns the conditions of an event as terms, without those that always hold."""
-        if guards is self._last[0]:
-            return self._last[1]
         known = self._conditions.get(guards)
         if known is None:
             guard = guards[-1]
@@ -123,7 +115,6 @@ class Terms:
             if term is not None and term != ("const", guard.wanted):
                 known = (*known, (_certain(term) if guard.refused else term, guard.wanted))
             self._conditions[guards] = known
-        self._last = guards, known
         return known
 
     def term(self, node: ast.AST | None) -> Term:
@@ -174,18 +165,14 @@ class Terms:
         return _with_assumption(known, last[0].removeprefix("get_") if last else "", name)
 
 
+@functools.cache
 def _with_assumption(term: Term, last: str, name: str = "") -> Term:
     """Returns `("else", term, "process-group", 1)` for `sp_size`: the term's value, or 1 where the source does not show
     it and there is no process group. A name that asks for neither a group nor CUDA leaves the term as it is.
     """
-    assumed = _VALUES_WITHOUT.get(name) or _assumed_by_name(last)
+    by_words = (value for words, value in _WORDS if words.search(last.lower()))
+    assumed = _VALUES_WITHOUT.get(name) or next(by_words, None)
     return term if assumed is None else ("else", term, *assumed)
-
-
-@functools.cache
-def _assumed_by_name(last: str) -> tuple[str, Any] | None:
-    """Returns a name's value without a process group or CUDA: `("process-group", 1)` for `sp_size`; None if unknown."""
-    return next((value for words, value in _WORDS if words.search(last.lower())), None)
 
 
 def _certain(term: Term) -> Term:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -71,7 +72,6 @@ class Reached:
         attributes = _attribute_constants(codebase, self._patches)
         self._known_everywhere = _Values({}, attributes, trains, without, codebase.definition)
         self._arguments: dict[CodeUnit, Arguments] = {}  # the reached functions, with the constants that all calls pass
-        self._imported: set[str] = set()  # the names that were imported, to import each once
         self._known: dict[CodeUnit, _Values] = {}  # a cache of `_values`
         self._made: dict[Class, None] = {}  # the classes of which objects are made
         self._live_methods: dict[str, dict[CodeUnit, None]] = defaultdict(dict)  # the methods of `_made`, by name
@@ -123,16 +123,11 @@ class Reached:
 
     def _import(self, name: str) -> None:
         """Notes that a module and the packages around it are imported: their own statements and class bodies run."""
-        if name in self._imported:
-            return
-        self._imported.add(name)
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            module = self._codebase.modules.get(".".join(parts[:end]))
+        for package in itertools.accumulate(name.split("."), "{}.{}".format):  # `a`, `a.b` and `a.b.c`
+            module = self._codebase.modules.get(package)
             if module is not None and module.units[MODULE] not in self._arguments:  # else it was imported before
-                self._reach(module.units[MODULE])
                 for unit in module.units.values():
-                    if unit.is_class:
+                    if unit.is_class or unit.name == MODULE:
                         self._reach(unit)
 
     def _reach(
@@ -236,13 +231,8 @@ class Reached:
     def _call_of_name(self, unit: CodeUnit, name: str, call: Called) -> bool:
         """Follows a call of a full name; returns whether the codebase defines that name."""
         known = self._codebase.definition(name)
-        if isinstance(known, CodeUnit):
-            # A method that is called by its class's name, `Class.method(x)`, gets its object as an argument.
-            bound = known.owner is None or "classmethod" in known.decorators or known.is_static
-            self._reach(known, unit, call, bound)
-            return True
-        if isinstance(known, Class):
-            self._create(known, unit, call)
+        if known is not None:
+            self._use(unit, known, call)
             return True
         above, _, last = name.rpartition(".")
         cls = self._codebase.definition(above) if above else None
@@ -272,23 +262,25 @@ class Reached:
             if len(chain) > 1:
                 self._call_method(unit, unit.owner, chain[1])
         elif chain:
-            self._hand_on(unit, self._codebase.definition(read.name) if read.name else None)
+            self._use(unit, self._codebase.definition(read.name) if read.name else None)
             self._mention_table(unit, read.name or f"{unit.module.name}.{chain[0]}")
         for name in chain[1:] or [read.attribute]:
             if name in self._properties:
                 self._call_in_any_class(name, unit)
 
-    def _hand_on(self, unit: CodeUnit, known: CodeUnit | Class | None) -> None:
-        """Notes that a function hands a definition on: it may be called with any arguments."""
+    def _use(self, unit: CodeUnit, known: CodeUnit | Class | None, call: Called | None = None) -> None:
+        """Notes that a function calls a definition by name; without a `call` it hands it on, for any arguments."""
         if isinstance(known, Class):
-            self._create(known, unit)
-        elif isinstance(known, CodeUnit):
-            self._reach(known, unit)
+            self._create(known, unit, call)
+        elif known is not None:
+            # A method that is called by its class's name, `Class.method(x)`, gets its object as an argument.
+            bound = known.owner is None or "classmethod" in known.decorators or known.is_static
+            self._reach(known, unit, call, bound)
 
     def _mention_table(self, unit: CodeUnit, name: str) -> None:
         """Hands on all definitions in a list or dictionary of the codebase with this full name, if there is one."""
         for inner in self._codebase.table(name):
-            self._hand_on(unit, self._codebase.definition(inner))
+            self._use(unit, self._codebase.definition(inner))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,17 +397,15 @@ def roots(codebase: Codebase, cls: Class) -> tuple[list[CodeUnit], list[Class]]:
     if not methods:  # the class is no network: all public methods
         methods = [unit for unit in defined if not unit.name.rpartition(".")[2].startswith("_")]
     # A class method that calls `cls(...)` makes an object.
-    for unit in (unit for unit in defined if "classmethod" in unit.decorators):
-        chains = {call.chain for call in unit.facts.calls}
-        if (unit.first,) in chains:
-            methods.append(unit)
+    class_methods = [unit for unit in defined if "classmethod" in unit.decorators]
+    methods += [unit for unit in class_methods if (unit.first,) in {call.chain for call in unit.facts.calls}]
     classes = [cls]
     init = codebase.method(cls, "__init__")
     known_classes = [other for module in codebase.modules.values() for other in module.classes.values()]
     for name in _annotated_names(codebase, init) if init is not None else ():
         component = codebase.definition(name)
         if isinstance(component, Class):
-            classes += [component, *(other for other in known_classes if component.dotted in codebase.bases(other))]
+            classes += [component, *(other for other in known_classes if name in codebase.bases(other))]
     return methods, classes
 
 
@@ -438,16 +428,15 @@ def facts_of(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Fa
         call: Any = event.node
         if event.chain in (("isinstance",), ("issubclass",)):
             skipped |= {node for argument in call.args[1:] for node in ast.walk(argument)}
-    heads = unit.heads
     others = {unit.first, *unit.module.tables}  # names that are followed, too
-    references: dict[Any, Called | Read | Imported] = {}
+    references: dict[Any, Read | Imported] = {}
     attributes: dict[tuple[str, Term], None] = {}
     bound: set[str] = set()
     nones: set[str] = set()
     for event in body.events:
         node = event.node
         if event.act is Act.CHAIN:
-            if len(event.chain) == 1 and event.chain[0] not in heads and event.chain[0] not in others:
+            if len(event.chain) == 1 and not unit.may_import(event.chain[0]) and event.chain[0] not in others:
                 continue  # a local name, as most are
             read = _read_of(codebase, unit, event, terms) if node not in skipped else None
             if read is not None:

@@ -154,7 +154,7 @@ def _report(
         elif not site.if_none:  # else calls pass the argument, and there is no finding
             known.append((site, "off"))
     all_sites = [site for site, _ in known]
-    covering = _Coverage(patches, unpatched, patched, all_sites).of_all(all_sites)
+    covering = _Coverage(patches, unpatched, patched).of_all(all_sites)
     helpers = _callers_without_group(all_sites, without["process-group"]) if starts else None
     findings = [
         ScanFinding(
@@ -254,20 +254,21 @@ def _all_sites(codebase: Codebase, found: list[Site]) -> list[Site]:
     known = {(site.unit, site.kind) for site in found}
     calls = _calls_of_helpers(codebase, helpers)
     found += [site for site in calls if (site.unit, site.kind) not in known or site.kind == "parallel-state"]
-    units = {}
-    for unit in (*helpers, *(site.unit for site in found)):
-        if unit.owner is None and unit.name != MODULE:
-            units[unit.dotted] = unit
+    named = [unit for unit in (*helpers, *(site.unit for site in found)) if unit.owner is None]
+    units = {unit.dotted: unit for unit in named if unit.name != MODULE}
     return found + list(_aliases(codebase, units))
 
 
 def _group_helpers(codebase: Codebase, module: Module, direct: set[CodeUnit]) -> set[CodeUnit]:
     """Returns a module's functions that lead to a call of torch.distributed; those in `direct` have such a call."""
+    classes = module.classes
+    # The subclasses of `torch.autograd.Function`, by the names of their bases.
+    autograd = {name for name in classes if any("autograd" in base for base in codebase.bases(classes[name]))}
     functions = [unit for unit in module.units.values() if unit.name != MODULE and not unit.is_class]
-    candidates = [unit for unit in functions if unit.owner is None or _is_autograd(codebase, unit.owner)]
-    helpers = {unit for unit in candidates if unit in direct}
+    candidates = [unit for unit in functions if unit.owner is None or unit.class_name in autograd]
+    helpers = direct.intersection(candidates)
     # Classes that call torch.distributed when an object of them is made.
-    makers = {cls.name for cls in module.classes.values() if _constructor_leads_to(codebase, cls, direct)}
+    makers = {name for name in classes if _constructor_leads_to(codebase, classes[name], direct)} - autograd
     heads: dict[CodeUnit, set[str]] = {}  # the first names of all that a function reads or calls
     for unit in candidates:
         heads[unit] = {event.chain[0] for event in codebase.body(unit).events if event.chain}
@@ -282,29 +283,18 @@ def _group_helpers(codebase: Codebase, module: Module, direct: set[CodeUnit]) ->
         helpers |= more
 
 
-def _is_autograd(codebase: Codebase, cls: Class) -> bool:
-    """Returns whether a class is a `torch.autograd.Function`, by the names of its bases."""
-    return any("autograd" in base for base in codebase.bases(cls))
-
-
 def _constructor_leads_to(codebase: Codebase, cls: Class, direct: set[CodeUnit]) -> bool:
-    """Returns whether a class's constructor leads to a function in `direct` through its methods; never for autograd."""
-    if _is_autograd(codebase, cls):
-        return False
+    """Returns whether a class's constructor leads to a function in `direct` through its methods."""
     methods = codebase.methods(cls)
     pending = [methods[name] for name in ("__init__", "__post_init__") if name in methods]
     seen = set(pending)
     while pending:
         unit = pending.pop()
-        if unit in direct:
-            return True
         chains = [call.chain for call in unit.facts.calls if len(call.chain) == 2 and call.chain[0] == unit.first]
-        for _, name in chains:
-            method = methods.get(name)
-            if method is not None and method not in seen:
-                seen.add(method)
-                pending.append(method)
-    return False
+        called = {methods[name] for _, name in chains if name in methods} - seen
+        seen |= called
+        pending += called
+    return not seen.isdisjoint(direct)
 
 
 def _calls_of_helpers(codebase: Codebase, helpers: set[CodeUnit]) -> Iterator[Site]:
@@ -344,18 +334,15 @@ _GROUPS = ("process-group", "parallel-state", "cuda-import")
 def _read_patches(codebase: Codebase, folders: Sequence[Path]) -> Patches:
     """Returns the patches in some folders that are for this codebase or for torch."""
     result = Patches()
-    there = [Path(folder) for folder in folders if Path(folder).is_dir()]
+    there = [folder for folder in folders if folder.is_dir()]
     tops = {name.partition(".")[0] for name in codebase.modules}
-    for upstream in patch.upstreams(there):
-        if upstream not in (*_GENERIC, *tops):
-            continue
+    for upstream in [name for name in patch.upstreams(there) if name in (*_GENERIC, *tops)]:
         for entry in patch.read(there, [upstream]):
             _record(result, codebase, entry)
-        if upstream not in _GENERIC:
-            families = [file for folder in there for file in sorted((folder / upstream).glob("*.py"))]
-            for file in families:
-                for name in _keys_of_dictionaries(file):
-                    result.given.setdefault(name, f"{upstream}/{file.stem}")
+        families = [file for folder in there for file in sorted((folder / upstream).glob("*.py"))]
+        for file in families if upstream not in _GENERIC else ():
+            for name in _keys_of_dictionaries(file):
+                result.given.setdefault(name, f"{upstream}/{file.stem}")
     return result
 
 
@@ -387,52 +374,49 @@ def _keys_of_dictionaries(file: Path) -> Iterator[str]:
         yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
 
 
+@dataclasses.dataclass(frozen=True)
 class _Coverage:
     """Tells which patches take care of a finding."""
 
-    def __init__(self, patches: Patches, unpatched: Reached, patched: Reached, sites: Iterable[Site]) -> None:
-        """Finds the patches under which no process group is made: they cover all findings that need a group."""
-        self._patches = patches
-        self._unpatched = unpatched
-        self._patched = patched
-        #: The patches that together keep every process group from being made; none if one is still made.
-        self._group_patches: tuple[str, ...] = ()
-        makers = [site for site in sites if site.uses.rpartition(".")[2] in MAKES_GROUP and unpatched.may_run(site)]
-        closing = [self._of_place(site) for site in makers]
-        if all(closing):
-            self._group_patches = tuple(dict.fromkeys(id for ids in closing for id in ids))
+    patches: Patches
+    unpatched: Reached
+    patched: Reached
 
     def of_all(self, sites: Sequence[Site]) -> Iterator[tuple[str, ...]]:
         """Yields the ids of the patches that cover each finding, in order. An alias is covered if all findings of its
         function are, by the patches of these.
         """
+        makers = [site for site in sites if site.uses.rpartition(".")[2] in MAKES_GROUP]
+        closing = [self._of_place(site) for site in makers if self.unpatched.may_run(site)]
+        # The patches that together keep every process group from being made; none if one is still made.
+        group_patches = tuple(dict.fromkeys(itertools.chain(*closing))) if all(closing) else ()
         covering = []
         by_function: dict[str, list[tuple[str, ...]]] = {}
         for site in sites:
             ids = self._of_place(site) or self._of_name(site)
-            ids = ids or (self._group_patches if site.kind in _GROUPS else ())
+            ids = ids or (group_patches if site.kind in _GROUPS else ())
             covering.append(ids)
             if site.kind != "alias":
                 by_function.setdefault(site.unit.dotted, []).append(ids)
         for site, ids in zip(sites, covering, strict=True):
-            needed = by_function.get(site.uses, [self._group_patches]) if site.kind == "alias" else [ids]
-            yield tuple(dict.fromkeys(id for part in needed for id in part)) if all(needed) else ()
+            needed = by_function.get(site.uses, [group_patches]) if site.kind == "alias" else [ids]
+            yield tuple(dict.fromkeys(itertools.chain(*needed))) if all(needed) else ()
 
     def _of_place(self, site: Site) -> tuple[str, ...]:
         """Returns the ids of the patches that replace the place of a finding, or keep it from being reached."""
-        direct = self._patches.at(site.unit, site.line)
+        direct = self.patches.at(site.unit, site.line)
         if direct:
             return tuple(dict.fromkeys(direct))
-        if not self._unpatched.may_run(site):
+        if not self.unpatched.may_run(site):
             return ()
-        if not self._patched.may_run(site):
+        if not self.patched.may_run(site):
             return tuple(dict.fromkeys(self._closing(site.unit)))
         if site.kind != "cuda-device":
             return ()
         # A text "cuda" is covered if all functions that its line calls are replaced, as in `self.mesh("cuda")`.
-        called = [unit for unit, places in self._unpatched.callers.items() if (site.unit, site.line) in places]
-        covering = [self._patches.by_unit.get(unit, []) for unit in called]
-        return tuple(dict.fromkeys(id for ids in covering for id in ids)) if all(covering) else ()
+        called = [unit for unit, places in self.unpatched.callers.items() if (site.unit, site.line) in places]
+        covering = [self.patches.by_unit.get(unit, []) for unit in called]
+        return tuple(dict.fromkeys(itertools.chain(*covering))) if all(covering) else ()
 
     def _closing(self, unit: CodeUnit) -> Iterator[str]:
         """Yields the ids of the patches that keep a function from being reached: on each path of calls from the entry
@@ -442,9 +426,9 @@ class _Coverage:
         pending = [unit]
         is_closed = False
         while pending:
-            callers = self._unpatched.callers.get(pending.pop(), ())
+            callers = self.unpatched.callers.get(pending.pop(), ())
             for caller, line in sorted(callers, key=lambda call: (call[0].target, call[1])):
-                ids = self._patches.at(caller, line)
+                ids = self.patches.at(caller, line)
                 is_closed = is_closed or bool(ids)
                 yield from ids
                 if not ids and caller not in seen:
@@ -456,8 +440,8 @@ class _Coverage:
         asked = {name for caller in seen for name in caller.facts.asked}
         forwards = [caller for caller in seen if caller.name.endswith(".forward")]
         given = {name for forward in forwards for name in forward.facts.asked if name in forward.defaults}
-        yield from sorted({file for name, file in self._patches.given.items() if name in given})
-        for setter, ids in self._patches.by_unit.items():
+        yield from sorted({file for name, file in self.patches.given.items() if name in given})
+        for setter, ids in self.patches.by_unit.items():
             flags = {name for name, term in setter.facts.attributes if term is not None}
             yield from ids if asked & flags else ()
 
@@ -468,9 +452,9 @@ class _Coverage:
         if not site.uses:
             return ()
         if site.kind == "kernel":
-            stubs = self._patches.stubs.get(site.uses.partition(".")[0], [])
+            stubs = self.patches.stubs.get(site.uses.partition(".")[0], [])
             return tuple(id for id, importers in stubs if site.unit.module.name in importers)
-        names = [name for name in self._patches.by_name if name == site.uses]
+        names = [name for name in self.patches.by_name if name == site.uses]
         if site.uses == AUTOCAST:
-            names += [name for name in self._patches.by_name if name.startswith(f"{AUTOCAST}.")]
-        return tuple(id for name in names for id in self._patches.by_name[name])
+            names += [name for name in self.patches.by_name if name.startswith(f"{AUTOCAST}.")]
+        return tuple(id for name in names for id in self.patches.by_name[name])

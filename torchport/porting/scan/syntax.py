@@ -155,14 +155,12 @@ class _Walk:
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             self._loop_statement(node)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            outer = self.guards
-            loop = self.loop
+            outer = self.loop
             self.loop = False
             self._note(Act.ENTER, node)
             self.head(node)
             self.statements(node.body)
-            self.guards = outer
-            self.loop = loop
+            self.loop = outer
         elif isinstance(node, ast.ClassDef):
             self.statements(node.body)
         elif isinstance(node, ast.Assert):
@@ -238,11 +236,9 @@ class _Walk:
             _WALKS.get(kind, _Walk._each_part)(self, node)
 
     def _each_part(self, node: Any) -> None:
-        for field in node._fields:
-            part = getattr(node, field)
-            for inner in part if type(part) is list else (part,):
-                if isinstance(inner, ast.AST) and inner._fields:  # operators have no parts
-                    self.expression(inner)
+        for part in ast.iter_child_nodes(node):
+            if part._fields:  # operators have none
+                self.expression(part)
 
     def _start(self, chain: ast.expr) -> None:
         """Notes the events at the start of a chain of attributes, such as `f()` in `f().a.b`."""

@@ -6,7 +6,7 @@ Every trace has a process of its own: what is assumed stays in torch and in the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchport import shard
@@ -102,7 +102,7 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
         ends = f"nothing: the trace of {stage.name} ends here"
         try:
             with Raised() as raised:
-                report.programs += _trace_stage(task, stage, notes, calls, report.operators)
+                _trace_stage(task, stage, notes, calls, report)
         except TorchportError as error:
             if not notes.stoppers:
                 raise
@@ -119,11 +119,9 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
     return report
 
 
-def _trace_stage(
-    task: Task, stage: Stage, notes: Notes, calls: Calls | None, operators: dict[str, str]
-) -> list[Program]:
-    """Traces a stage's network for each set of its inputs, adds its operators to `operators`, and returns its programs.
-    `calls` are the recorded calls for a trace without patches, which returns no programs; None applies the patches.
+def _trace_stage(task: Task, stage: Stage, notes: Notes, calls: Calls | None, report: TraceReport) -> None:
+    """Traces a stage's network for each set of its inputs, and adds its operators and programs to `report`. `calls` are
+    the recorded calls for a trace without patches, which adds no programs; None applies the patches.
     """
     patches = task.patches([stage])
     # Patches of torchax mend the engine and not upstream: they are in force in any trace.
@@ -142,11 +140,10 @@ def _trace_stage(
             compiled = network.compiled(task, lowered, module, network.shapes(task, lowered, module, mesh), mesh)
             for call in stage_calls:
                 compiled.lowered(compiled.shapes(call.inputs), call.static)  # what stops it goes into `notes`
-            operators[stage.name] = compiled.operators.text()
-        if calls is not None:
-            return []
-        with in_force(task, [stage], entries=entries, explained=False):
-            return _programs(task, on_shapes, stage_calls, notes)
+            report.operators[stage.name] = compiled.operators.text()
+        if calls is None:
+            with in_force(task, [stage], entries=entries, explained=False):
+                report.programs += _programs(task, on_shapes, stage_calls, notes)
 
 
 def _going_on(stage: Stage, notes: Notes, lowers: bool) -> Stage:
@@ -183,7 +180,15 @@ def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], n
     first = calls[0]
     result = [Program(stage.name, first.times, because="")]
     result += [Program(stage.name, call.times, _difference(first, call)) for call in calls[1:]]
-    for words, other in _other_jobs(task):
+    settings = task.settings
+    word, scale = ("without", 1.0) if settings.guidance_scale > 1.0 else ("with", 5.0)  # at 1.0 there is no guidance
+    # Other settings that a service may be asked for.
+    others: dict[str, dict[str, Any]] = {
+        f"{word} guidance (guidance_scale {scale})": {"guidance_scale": scale},
+        f"with {settings.steps + 1} steps": {"steps": settings.steps + 1},
+    }
+    for words, changes in others.items():
+        other = dataclasses.replace(task, settings=dataclasses.replace(settings, **changes))
         try:
             with notes.of_another_job(), Raised() as raised:
                 # The calls that differ from every call of this job.
@@ -194,21 +199,10 @@ def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], n
             error = refusal
         if error is not None:
             result.append(Program(stage.name, 0, f"{words}: not known, that job ends with {class_and_message(error)}"))
-    if task.settings.text_bucket is not None and stage.needs:
-        words = f"prompts whose lengths differ by more than text_bucket, {task.settings.text_bucket} tokens"
+    if settings.text_bucket is not None and stage.needs:
+        words = f"prompts whose lengths differ by more than text_bucket, {settings.text_bucket} tokens"
         result.append(Program(stage.name, 0, f"{words}: the shapes of the text"))
     return result
-
-
-def _other_jobs(task: Task) -> Iterator[tuple[str, Task]]:
-    """Yields jobs with other settings that a service may be asked for, each with the difference in words."""
-    scale = 1.0 if task.settings.guidance_scale > 1.0 else 5.0  # at 1.0 there is no guidance
-    steps = task.settings.steps + 1
-    with_scale = dataclasses.replace(task.settings, guidance_scale=scale)
-    with_steps = dataclasses.replace(task.settings, steps=steps)
-    word = "without" if scale == 1.0 else "with"
-    yield f"{word} guidance (guidance_scale {scale})", dataclasses.replace(task, settings=with_scale)
-    yield f"with {steps} steps", dataclasses.replace(task, settings=with_steps)
 
 
 def _difference(first: recorder.NetworkCall, other: recorder.NetworkCall) -> str:

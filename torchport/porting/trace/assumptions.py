@@ -77,6 +77,7 @@ class GoingOn(TorchFunctionMode):
         """Returns a plausible result for a function that raised, or raises the error if there is none."""
         name = getattr(function, "__name__", "")
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        first = next(filter(is_networks, tensors), None)
         if isinstance(error, HostTensorError) or engine.is_host_tensor(error):
             return self._result_without_host(error, function, args, kwargs)
         if is_cuda(error):
@@ -85,10 +86,11 @@ class GoingOn(TorchFunctionMode):
             return args[0] if name == "cuda" else function(*args, **kwargs)
         if name in _SCALARS and tensors and engine.is_traced_value(error):
             return self._assumed_scalar(error, name, tensors[0])
-        if engine.is_traced_value(error) and any(map(is_networks, tensors)):
-            return self._result_by_value(error, function, args, kwargs)
-        if engine.missing_operator(error) is not None or engine.difference(error) is not None:
-            return self._result_of_unlowered(error, function, args, kwargs)
+        if first is not None and engine.is_traced_value(error):
+            return self._result_by_value(error, name, first, args, kwargs)
+        is_unlowered = engine.missing_operator(error) is not None or engine.difference(error) is not None
+        if first is not None and is_unlowered:
+            return self._result_of_unlowered(error, function, first, args, kwargs)
         raise error
 
     def _assumed_scalar(self, error: BaseException, name: str, tensor: torch.Tensor) -> Any:
@@ -105,9 +107,8 @@ class GoingOn(TorchFunctionMode):
         self.notes.record(error, f"the value is {value}")
         return value
 
-    def _result_by_value(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _result_by_value(self, error: BaseException, name: str, first: torch.Tensor, args: Any, kwargs: Any) -> Any:
         """Returns an assumed result of a function whose output's shape depends on values: a mask selects everything."""
-        name = getattr(function, "__name__", "")
         if name == "tolist":
             self.notes.record(error, "all values are 1")
             return torch.ones(args[0].shape, dtype=args[0].dtype).tolist()
@@ -117,13 +118,13 @@ class GoingOn(TorchFunctionMode):
         if name in ("__getitem__", "masked_select") and isinstance(args[1], torch.Tensor):
             self.notes.record(error, "the mask is true everywhere")
             return args[0].flatten(0, args[1].ndim - 1)
-        first = _first_of_network(args, kwargs)
         self.notes.record(error, f"the result is zeros like the first argument, {list(first.shape)}")
         return torch.zeros_like(first)
 
-    def _result_of_unlowered(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _result_of_unlowered(
+        self, error: BaseException, function: Callable[..., Any], first: torch.Tensor, args: Any, kwargs: Any
+    ) -> Any:
         """Returns zeros as the result of an operator that is not lowered. The meta device computes their shapes."""
-        template = _first_of_network(args, kwargs)
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), (args, kwargs)
         )
@@ -131,7 +132,7 @@ class GoingOn(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             output = function(*args, **kwargs)
         return pytree.tree_map_only(
-            torch.Tensor, lambda leaf: template.new_zeros(tuple(leaf.shape), dtype=leaf.dtype), output
+            torch.Tensor, lambda leaf: first.new_zeros(tuple(leaf.shape), dtype=leaf.dtype), output
         )
 
     def _result_without_host(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -161,17 +162,8 @@ class GoingOn(TorchFunctionMode):
 
 def _off_cuda(value: Any) -> Any:
     """Returns "cpu" for a device of CUDA, such as "cuda:0"; any other value as it is."""
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return "cpu"
-    if isinstance(value, str) and re.match(r"cuda(:\d+)?$", value):
-        return "cpu"
-    return value
-
-
-def _first_of_network(args: Any, kwargs: Any) -> torch.Tensor:
-    leaves = pytree.tree_leaves((args, kwargs))
-    first: torch.Tensor = next(leaf for leaf in leaves if is_networks(leaf))
-    return first
+    names_cuda = isinstance(value, str | torch.device) and re.match(r"cuda(:\d+)?$", str(value))
+    return "cpu" if names_cuda else value
 
 
 class Anything(types.ModuleType):
@@ -261,8 +253,6 @@ def is_needed(file: str, line: int) -> bool:
     return True
 
 
-INNER = 1
-"""How many calls of modules are around a module whose error is mended: at least the network's own."""
 _MEMORY = 80 * 2**30
 _PROPERTIES = types.SimpleNamespace(name="assumed", total_memory=_MEMORY, major=9, minor=0, multi_processor_count=132)
 _ANSWERS: dict[str, dict[str, Any]] = {
@@ -355,7 +345,7 @@ def modules_go_on(notes: Notes) -> Iterator[None]:
                 return original(self, *args, **kwargs)
         finally:
             depth -= 1
-        if depth < INNER:  # the network itself raised
+        if depth == 0:  # the network itself raised
             raise raised.error  # type: ignore[misc]  # or it would have returned
         assert raised.error is not None
         words, value = returned(self, args, kwargs)

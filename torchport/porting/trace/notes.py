@@ -109,14 +109,11 @@ class Notes:
         self.constants.setdefault((made, used, shape), constant)
 
 
-class Raised:
+@dataclasses.dataclass
+class Raised(contextlib.AbstractContextManager["Raised"]):
     """A context that catches an exception of foreign code and keeps it. Torchport's own errors pass through."""
 
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    def __enter__(self) -> Raised:
-        return self
+    error: Exception | None = None
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> bool:
         ours = isinstance(value, TorchportError) and not isinstance(value, HostTensorError)
