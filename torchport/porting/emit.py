@@ -94,18 +94,15 @@ def _wishes(findings: Sequence[ScanFinding], outcome: Outcome) -> Iterator[Wish]
 def _wishes_in_functions(
     functions: Mapping[str, list[ScanFinding]], statements: Sequence[ScanFinding]
 ) -> Iterator[Wish]:
-    """Yields a patch for each function to replace, and for each statement to rewrite in a function that stays.
-
-    Args:
-        functions: The findings that ask for a replacement, by target.
-        statements: The findings that ask for a rewrite. A statement needs no patch of its own if it lies in a replaced
-            function or calls a replaced function.
+    """Yields a patch for each function to replace, of which `functions` has the findings, and for each of `statements`
+    to rewrite. A statement needs no patch of its own if it lies in a replaced function or calls a replaced function.
     """
     by_name = {target.replace(":", "."): target for target in functions}  # `pkg.m.f`, as in `ScanFinding.uses`
     # For each statement, the replaced function that takes care of it; None if it is to be rewritten.
-    covering: dict[ScanFinding, str | None] = {}
-    for statement in statements:
-        covering[statement] = statement.target if statement.target in functions else by_name.get(statement.uses)
+    covering = {
+        statement: statement.target if statement.target in functions else by_name.get(statement.uses)
+        for statement in statements
+    }
     rewritten = [statement for statement in statements if covering[statement] is None]
     targets = dict.fromkeys([*functions, *(finding.target for finding in rewritten)])
     # How many targets of a package have the same path, such as `Block.forward` in two modules.
@@ -117,8 +114,7 @@ def _wishes_in_functions(
         request = PatchDraftRequest(target, "replace", files[target], why=why, in_full=is_double)
         yield request, [*findings, *(statement for statement in statements if covering[statement] == target)]
     for finding in rewritten:
-        target = finding.target
-        why = finding.meaning.why
+        target, why = finding.target, finding.meaning.why
         yield PatchDraftRequest(target, "rewrite", files[target], finding.line, why=why), [finding]
 
 
@@ -126,14 +122,10 @@ def _file_names(targets: Iterable[str]) -> dict[str, str | None]:
     """Returns the file name of each target's draft: None for the default, the last name of the target's module. Where
     two modules have the same last name, it has more names: `models_attention` for `pkg.models.attention:Block`.
     """
-    modules = {target: target.partition(":")[0] for target in targets}
-    last_names = Counter(module.rpartition(".")[2] for module in set(modules.values()))
-    result: dict[str, str | None] = {}
-    for target, module in modules.items():
-        is_shared = last_names[module.rpartition(".")[2]] > 1
-        longer = "_".join(part.strip("_") for part in module.split(".")[1:])
-        result[target] = longer if is_shared and longer else None
-    return result
+    modules = {target: target.partition(":")[0].split(".") for target in targets}
+    last_names = Counter(names[-1] for names in {tuple(names) for names in modules.values()})
+    shared = {target: names[1:] if last_names[names[-1]] > 1 else [] for target, names in modules.items()}
+    return {target: "_".join(name.strip("_") for name in names) or None for target, names in shared.items()}
 
 
 def _write(request: PatchDraftRequest, findings: Sequence[ScanFinding], home: Home, outcome: Outcome) -> None:

@@ -200,17 +200,13 @@ def _call(trial: PipelineTrial, observed: Observed) -> dict[str, Any]:
     network = roles["network"][0]
     encoders = roles["encoders"]
     sound = roles["sound"]
-    call: dict[str, Any] = {
-        "network": network,
-        "encoders": encoders,
-        **_encoding(trial, observed, network, roles["before"]),
-    }
+    call: dict[str, Any] = {"network": network, "encoders": encoders}
+    call |= _encoding(trial, observed, network, roles["before"])
     if not sound:
         loop_calls = [loop_call for loop_call in observed.calls if loop_call.network == network]
         call |= _conditions(call["embeddings"], loop_calls, observed)
     settings = {name: field for field, names in ARGUMENTS.items() for name in names if name in takes}
-    scale = guidance_argument(takes)
-    if scale is not None:
+    if scale := guidance_argument(takes):
         settings[scale] = "guidance_scale"
     fields = {
         "before": roles["before"],

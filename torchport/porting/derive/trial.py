@@ -151,9 +151,8 @@ class PipelineTrial:
                 pipe.encode_prompt = EncodePrompt(pipe.encode_prompt, self.place, calls)
                 texts = dict.fromkeys(names, "any")
                 embeddings = {}
-            with reading(
-                BadValueError, self.place, f"'{self.cls.__name__}' does not take its own embeddings", OTHER_LOOP
-            ):
+            fact = f"'{self.cls.__name__}' does not take its own embeddings"
+            with reading(BadValueError, self.place, fact, OTHER_LOOP):
                 again = list(pipe(**{**arguments, **texts, **embeddings}, return_dict=False))
         if not all(map(_are_close, observed.outputs, again)):
             kept = "its own embeddings, and the latents of its last step alone,"
@@ -171,11 +170,8 @@ class PipelineTrial:
         return BadValueError(self.place, fact, f"Write a card that says {field}: docs/cards.md")
 
     def _mended(self, stop: Stop, before: Observed, end: float) -> tuple[Observed, Stop | None] | None:
-        """Returns the next trial that came further, and keeps the change that helped; None if no change helps.
-
-        Args:
-            before: What the pipeline did in the trial that stopped.
-            end: The time, by `time.monotonic`, after which no change is tried.
+        """Returns the next trial that came further than the trial `before`, and keeps the change that helped; None if
+        no change helps. After the time `end`, by `time.monotonic`, no change is tried.
         """
         if self._follow_message(stop):
             return self._tried()
@@ -616,7 +612,7 @@ class _Chain:
     def _noted(self, number: int, block: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Notes in `carries` which inputs of a block are the outputs of the block before: a scan would carry them."""
         inputs = dict(inspect.signature(block.forward).bind_partial(*args, **kwargs).arguments)
-        outputs = list(output) if isinstance(output, tuple) else [output]
+        outputs = _as_list(output)
         if self.before is not None and self.before[0] == number - 1:
             _, others, returned = self.before
             carries = [next((name for name, value in inputs.items() if value is item), "") for item in returned]

@@ -134,11 +134,8 @@ class Reached:
         self, unit: CodeUnit, caller: CodeUnit | None = None, call: Called | None = None, bound: bool = True
     ) -> None:
         """Notes that a function is called, and with which constants. If that is new, it will be followed (again).
-
-        Args:
-            caller: The function that calls it; None at the start of a run, and for an import.
-            call: The call in the caller; None if its arguments are unknown.
-            bound: As for `_constants_passed`.
+        Without a `caller` a run starts there, or imports it; without a `call` its arguments are unknown. `bound` is
+        as for `_constants_passed`.
         """
         if caller is not None:
             self.callers[unit].add((caller, call.line if call is not None else 0))
@@ -358,11 +355,8 @@ _ORDER: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _constants_passed(unit: CodeUnit, call: Called, values: _Values, bound: bool) -> Arguments:
-    """Returns the values of a function's parameters in a call, as far as the source shows them.
-
-    Args:
-        values: What is known in the caller.
-        bound: Whether a method's first argument is not written, as in `x.method()`; it is in `Class.method(x)`.
+    """Returns the values of a function's parameters in a call, as far as the source and the caller's `values` show
+    them. `bound`: a method's first argument is not written, as in `x.method()`; it is in `Class.method(x)`.
     """
     names = unit.parameters
     method = unit.owner is not None and bound and not unit.is_static

@@ -197,11 +197,8 @@ def _trains(unit: CodeUnit) -> bool:
 
 
 def _guard(site: Site, reach: Reach, without: dict[Guard, Reached], helpers: set[str] | None) -> Guard:
-    """Returns what must be there so that a finding runs, `process-group` or `cuda`; empty if it also runs without.
-
-    Args:
-        without: What runs where there is no process group, and where there is no CUDA.
-        helpers: The functions that call torch.distributed even without a group; None without an entry.
+    """Returns what must be there so that a finding runs, `process-group` or `cuda`; empty if it also runs `without`.
+    `helpers` are the functions that call torch.distributed even without a group; None without an entry.
     """
     if reach not in ("path", "unknown"):
         return ""
