@@ -34,25 +34,20 @@ UNKNOWN_URL = "https://example.com/repository"
 _IMAGE = re.compile(r"Conv2d|PatchEmbed|\b(images?|imgs?)\b", re.IGNORECASE)
 _VIDEO = re.compile(r"Conv3d|frame|video|temporal", re.IGNORECASE)
 _DEPTH = 2
-_HEADS = 4
 _HEAD_SIZE = 32
-_WIDTH = 64
-_MLP = 128
-_VOCABULARY = 1024
-_GROUPS = 8
 _CHANNELS = 32
 """`_DEPTH` and the constants below it: the largest numbers in a tiny network."""
 _LARGEST: tuple[tuple[str, int], ...] = (
     (r"layers_per_block", 1),
-    (r"hidden_channels", _WIDTH),
+    (r"hidden_channels", 64),
     (r"(?:.*_)?base_(?:dim|channels|width)", 16),
-    (r"(?:.*_)?(?:heads?|heads_num|n_heads?)", _HEADS),
+    (r"(?:.*_)?(?:heads?|heads_num|n_heads?)", 4),
     (r"(?:.*_)?(?:head_dim|dim_head|head_size|d_kv)", _HEAD_SIZE),
     (r"(?:.*_)?(?:layers?|blocks?|depths?)|n_layers?", _DEPTH),
-    (r".*(?:ffn|intermediate|mlp_dim|mlp_hidden|feedforward|d_ff).*", _MLP),
-    (r"(?:.*_)?vocab(?:_size|ulary)?", _VOCABULARY),
-    (r"(?:.*_)?groups", _GROUPS),
-    (r"(?:.*_)?(?:dim|dims|hidden_size|d_model|n_embd|features)|width", _WIDTH),
+    (r".*(?:ffn|intermediate|mlp_dim|mlp_hidden|feedforward|d_ff).*", 128),
+    (r"(?:.*_)?vocab(?:_size|ulary)?", 1024),
+    (r"(?:.*_)?groups", 8),
+    (r"(?:.*_)?(?:dim|dims|hidden_size|d_model|n_embd|features)|width", 64),
 )
 """The largest value in a tiny network of arguments with these names; the first pattern that fits counts."""
 _MODEL_WIDTH = re.compile(r"(?:hidden_size|dim|d_model|embed_dim|model_dim|inner_dim|width|n_embd)")
@@ -122,15 +117,13 @@ def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[
     Whether the numbers fit each other is not known before the class is built.
     """
     values: dict[str, Any] = {}
-    lacking = []
     for argument in arguments:
         value = _small_value(argument)
-        if value is None and argument.required:
-            lacking.append(argument.name)
-        elif value is not None and (argument.required or (argument.default is not None and value != argument.default)):
+        is_smaller = argument.default is not None and value != argument.default
+        if value is not None and (argument.required or is_smaller):
             values[argument.name] = value
     values |= _dependent_sizes(values, {argument.name: argument.default for argument in arguments})
-    return values, [name for name in lacking if name not in values]
+    return values, [argument.name for argument in arguments if argument.required and argument.name not in values]
 
 
 def _small_value(argument: Argument) -> Any:
@@ -165,10 +158,8 @@ def _dependent_sizes(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     result: dict[str, Any] = {}
     if heads is not None and size is None:
         result |= {name: heads * _HEAD_SIZE for name in values if _MODEL_WIDTH.fullmatch(name)}
-    for name, value in defaults.items():
-        if is_rotary(name, value):
-            result[name] = shares(value, size or _HEAD_SIZE)
-    return result
+    rotary = {name: value for name, value in defaults.items() if is_rotary(name, value)}
+    return result | {name: shares(value, size or _HEAD_SIZE) for name, value in rotary.items()}
 
 
 def is_rotary(name: str, value: Any) -> bool:

@@ -158,7 +158,7 @@ class Codebase:
 
     def module(self, name: str) -> Module | None:
         """Returns a module, read from its file at the first call; None without a file, or if it cannot be read."""
-        if name not in self.modules and name in self._waiting:
+        if name in self._waiting:
             self._waiting.remove(name)
             tree = self._tree(self._files[name])
             if tree is not None:

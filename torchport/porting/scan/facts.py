@@ -44,9 +44,10 @@ _WORDS = (
 """The values that names such as `sp_size` have where there is no process group, or no CUDA, by their words."""
 _DEVICES = {"type", "device", "device_type"}
 _OPS = {
-    ast.Is: "is", ast.IsNot: "is not", ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">",
-    ast.GtE: ">=",
+    ast.Is: "is_", ast.IsNot: "is_not", ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt",
+    ast.GtE: "ge",
 }  # fmt: skip
+"""The functions of `operator` that compare."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -144,13 +145,13 @@ class Terms:
         return self._call(node) if isinstance(node, ast.Call) else None
 
     def _comparison(self, left: ast.expr, op: str, right: ast.expr) -> Term:
-        """Returns a comparison as a term, `("==", left, right)`; `device == "cuda"` is assumed False without CUDA."""
+        """Returns a comparison as a term, `("eq", left, right)`; `device == "cuda"` is assumed False without CUDA."""
         sides = self.term(left), self.term(right)
         compared = (op, *sides) if op and None not in sides else None
         names_device = names_cuda(right) or names_cuda(left)
         asked = chain_of(left if names_cuda(right) else right)[-1:] if names_device else ()
-        if set(asked) & _DEVICES and op in ("==", "!="):
-            return "else", compared, "cuda", op == "!="
+        if set(asked) & _DEVICES and op in ("eq", "ne"):
+            return "else", compared, "cuda", op == "ne"
         return compared
 
     def _call(self, node: ast.Call) -> Term:

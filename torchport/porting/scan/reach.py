@@ -338,20 +338,14 @@ class _Values:
                 return deciding
             return _UNKNOWN if None in values else not deciding
         left, right = map(self.value, operands)
-        if left is _NOT_NONE and right is None and op in ("is", "is not"):
-            return op == "is not"
+        if left is _NOT_NONE and right is None and op in ("is_", "is_not"):
+            return op == "is_not"
         if any(side is _UNKNOWN or side is _NOT_NONE for side in (left, right)):
             return _UNKNOWN
         try:
-            return _ORDER[op](left, right)
+            return getattr(operator, op)(left, right)
         except TypeError:
             return _UNKNOWN
-
-
-_ORDER: dict[str, Callable[[Any, Any], Any]] = {
-    "is": operator.is_, "is not": operator.is_not, "==": operator.eq, "!=": operator.ne, "<": operator.lt,
-    "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
 
 
 def _constants_passed(unit: CodeUnit, call: Called, values: _Values, bound: bool) -> Arguments:
@@ -484,16 +478,13 @@ def _call_of(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> 
     """Returns a call as a fact, with the full name of its function; None if no function of the codebase is called."""
     node: Any = event.node
     chain = event.chain
-    attribute = ""
-    of_super = False
-    name = codebase.resolve(unit, chain) if chain else ""
-    if not chain:  # as in `f().method()`, or in `f()()`, which cannot be followed
-        if not isinstance(node.func, ast.Attribute):
-            return None
-        attribute = node.func.attr
-        owner = node.func.value
-        of_super = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "super"
-    elif chain[0] != unit.first and len(chain) < 3 and chain[0] not in unit.module.tables:
+    name = codebase.resolve(unit, chain)
+    attribute = "" if chain else getattr(node.func, "attr", "")  # as in `f().method()`
+    owner = node.func.value if attribute else None
+    of_super = isinstance(owner, ast.Call) and chain_of(owner.func) == ("super",)
+    if not chain and not attribute:  # as in `f()()`, which cannot be followed
+        return None
+    if chain and chain[0] != unit.first and len(chain) < 3 and chain[0] not in unit.module.tables:
         is_outside = name.startswith(("torch.", "numpy.")) and not codebase.has(name)
         if is_outside or (len(chain) == 1 and not name):
             return None
@@ -509,7 +500,7 @@ def _read_of(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> 
     """Returns the reading of a name or attribute as a fact; None if the name is not of the codebase."""
     node: Any = event.node
     chain = event.chain
-    name = codebase.resolve(unit, chain) if chain else ""
+    name = codebase.resolve(unit, chain)
     attribute = "" if chain else getattr(node, "attr", "")
     if len(chain) == 1:
         is_known = codebase.has(name) if name else chain[0] == unit.first or chain[0] in unit.module.tables
