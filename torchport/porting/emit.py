@@ -99,10 +99,9 @@ def _wishes_in_functions(
     """
     by_name = {target.replace(":", "."): target for target in functions}  # `pkg.m.f`, as in `ScanFinding.uses`
     # For each statement, the replaced function that takes care of it; None if it is to be rewritten.
-    covering = {
-        statement: statement.target if statement.target in functions else by_name.get(statement.uses)
-        for statement in statements
-    }
+    covering: dict[ScanFinding, str | None] = {}
+    for statement in statements:
+        covering[statement] = statement.target if statement.target in functions else by_name.get(statement.uses)
     rewritten = [statement for statement in statements if covering[statement] is None]
     targets = dict.fromkeys([*functions, *(finding.target for finding in rewritten)])
     # How many targets of a package have the same path, such as `Block.forward` in two modules.

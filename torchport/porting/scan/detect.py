@@ -12,7 +12,6 @@ import dataclasses
 import enum
 import functools
 import re
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,8 +32,9 @@ _BUILDERS = {
 }  # fmt: skip
 _LONGEST = 90
 NAMES = Path(__file__).with_name("names.yaml")
-_DATA: dict[str, list[str]] = yaml.safe_load(NAMES.read_text(encoding="utf-8"))
-_NAMES = types.SimpleNamespace(**{key: frozenset(names) for key, names in _DATA.items()})
+_NAMES: dict[str, frozenset[str]] = {
+    key: frozenset(names) for key, names in yaml.safe_load(NAMES.read_text(encoding="utf-8")).items()
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +100,13 @@ class FunctionContext:
 _AUTOCASTS = ("autocast", "custom_fwd", "custom_bwd", "GradScaler")
 _FLEX = "torch.nn.attention.flex_attention"
 _WRAPPERS = ("torch.nn.parallel.DistributedDataParallel", "deepspeed.", "torch.distributed.")
-MAKES_GROUP: frozenset[str] = _NAMES.makes_group
+MAKES_GROUP = _NAMES["makes_group"]
 AUTOCAST = "torch.amp.autocast_mode.autocast"
 """The class that all names of autocast lead to."""
 _BACKENDS = {"torch.nn.attention.sdpa_kernel", "torch.backends.cuda.sdp_kernel"}
 """What allows only some kernels of attention."""
-BY_VALUES = {f"torch.{name}" for name in (*_NAMES.by_values, "unique")}
-DIFFERING: frozenset[str] = _NAMES.differing
+BY_VALUES = {f"torch.{name}" for name in (*_NAMES["by_values"], "unique")}
+DIFFERING = _NAMES["differing"]
 
 _OUTER = (ast.BitAnd, ast.BitOr, ast.Sub)
 _NO_COUNTS = (ast.Constant, ast.UnaryOp, ast.Starred)
@@ -151,16 +151,16 @@ def is_autocast(name: str) -> bool:
 
 def is_kernel(name: str) -> bool:
     """Returns whether a full name is of a package of GPU kernels, or of torch's flex attention."""
-    return name.partition(".")[0] in _NAMES.gpu_kernels or name == _FLEX or name.startswith(f"{_FLEX}.")
+    return name.partition(".")[0] in _NAMES["gpu_kernels"] or name == _FLEX or name.startswith(f"{_FLEX}.")
 
 
 def _kind_of_name(context: FunctionContext, name: str) -> str:
     """Returns the kind of finding for the use of a full name: `float64` for `torch.double`; empty for none."""
     if is_kernel(name):
         return "" if context.at_import else "kernel"  # at import the finding is the import itself
-    if name in _NAMES.float64:
+    if name in _NAMES["float64"]:
         return "float64"
-    return "complex" if name in _NAMES.complex or name.startswith("torch.fft.") else ""
+    return "complex" if name in _NAMES["complex"] or name.startswith("torch.fft.") else ""
 
 
 def _names(context: FunctionContext, event: Event) -> Iterator[Site]:
@@ -195,11 +195,11 @@ def _kind_of_call(context: FunctionContext, node: ast.Call, name: str) -> str:
     last = name.rpartition(".")[2]
     if is_autocast(name):
         return ""  # `_contexts` finds it, as a context or decorator
-    if name.startswith("torch.cuda.") and name.split(".")[2] not in _NAMES.cuda_answers:
+    if name.startswith("torch.cuda.") and name.split(".")[2] not in _NAMES["cuda_answers"]:
         return "cuda-import" if context.at_import else "cuda-call"
-    if name.startswith(_WRAPPERS) and last not in _NAMES.without_group and "._checkpoint." not in name:
+    if name.startswith(_WRAPPERS) and last not in _NAMES["without_group"] and "._checkpoint." not in name:
         return "cuda-import" if context.at_import else "process-group"
-    if name in _NAMES.compilers:
+    if name in _NAMES["compilers"]:
         return "compile"
     if name in BY_VALUES or (name == "torch.where" and len(node.args) == 1):
         return "mask-index"
@@ -209,7 +209,7 @@ def _kind_of_call(context: FunctionContext, node: ast.Call, name: str) -> str:
 def _host_tensors(context: FunctionContext, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
     """Yields a finding for a tensor of the host, as by `torch.zeros(4)` without a device, outside of constructors."""
     module, _, last = name.rpartition(".")
-    if module != "torch" or last not in _NAMES.factories or context.builds or context.at_import:
+    if module != "torch" or last not in _NAMES["factories"] or context.builds or context.at_import:
         return
     device = next((keyword.value for keyword in node.keywords if keyword.arg == "device"), None)
     if device is None and any(keyword.arg is None for keyword in node.keywords):
@@ -235,11 +235,11 @@ def _method_calls(context: FunctionContext, event: Event, node: ast.Call, name: 
         yield context.site("cuda-import" if context.at_import else "cuda-device", event)
     elif method == "double" and not node.args and not name:
         yield context.site("float64", event)
-    elif method in _NAMES.by_values and not name:
+    elif method in _NAMES["by_values"] and not name:
         yield context.site("mask-index", event)
     elif (method == "unique" or f"torch.{method}" in DIFFERING) and context.tensors.kind(func.value) in ON_DEVICE:
         yield context.site("mask-index" if method == "unique" else "operator", event)
-    in_place = method.endswith("_") and not method.endswith("__") and method not in _NAMES.not_in_place
+    in_place = method.endswith("_") and not method.endswith("__") and method not in _NAMES["not_in_place"]
     if event.loop and in_place and not context.builds and not name:
         yield context.site("inplace-loop", event)
 
@@ -289,7 +289,7 @@ def _contexts(context: FunctionContext, event: Event) -> Iterator[Site]:
         yield context.site("autocast", event, AUTOCAST)
     elif name in _BACKENDS:
         yield context.site("attention-backend", event, name)
-    elif name in _NAMES.compilers:
+    elif name in _NAMES["compilers"]:
         yield context.site("compile", event, name)
     elif is_kernel(name):
         yield context.site("kernel", event, name)
@@ -315,7 +315,7 @@ def _square_masks(context: FunctionContext, event: Event) -> Iterator[Site]:
     elif isinstance(node, ast.Call):
         last = context.full_name(event.chain).rpartition(".")[2] or getattr(node.func, "attr", "")
         sides = node.args if last in ("logical_and", "logical_or") else []
-        if last in _NAMES.makes_mask and _is_square(node, last):
+        if last in _NAMES["makes_mask"] and _is_square(node, last):
             yield context.site("square-mask", event)
     if len(sides) == 2:
         # Both sides are the same tensor with a new dim, each at another place: all pairs are combined.
@@ -333,7 +333,7 @@ def _is_square(node: ast.Call, name: str) -> bool:
     if not 2 <= len(parts) <= 4 or any(isinstance(part, _NO_COUNTS) for part in parts[-2:]):
         return False
     size = ast.unparse(parts[-1])
-    return ast.unparse(parts[-2]) == size and size.lower() not in _NAMES.features
+    return ast.unparse(parts[-2]) == size and size.lower() not in _NAMES["features"]
 
 
 def _added_dim(context: FunctionContext, node: ast.expr, depth: int = 0) -> tuple[str, str]:
@@ -389,7 +389,7 @@ _NUMBERS = re.compile(
     r"kwargs|return|use|is|do|list|dict|n|h|w|enable|generator|callback|dtype|device|func|fn|train|training)(_|$)"
 )
 """Parameters without an annotation that are no tensors, by the words of their names."""
-_PLAIN_MODULES = tuple(_NAMES.plain_modules)
+_PLAIN_MODULES = tuple(_NAMES["plain_modules"])
 _HANDED_THROUGH = {"enumerate", "zip", "list", "tuple", "reversed", "sorted", "iter"}
 
 
@@ -408,7 +408,7 @@ class Tensors:
         self.made_from: dict[str, ast.expr] = {}  # the last value that each name was assigned
         self._containers: set[str] = set()  # names of lists and dictionaries
         called = [event.chain for event in body.by_act[Act.CALL] if len(event.chain) == 2]
-        self._used_as_tensors = {owner for owner, method in called if method in _NAMES.tensor_methods}
+        self._used_as_tensors = {owner for owner, method in called if method in _NAMES["tensor_methods"]}
         # A name with a text as its index, as in `batch["image"]`, is a dictionary.
         indexed: list[Any] = [event.node for event in (*body.by_act[Act.INDEX], *body.by_act[Act.WRITE])]
         holders = [node.value for node in indexed if isinstance(getattr(node.slice, "value", None), str)]
@@ -507,9 +507,9 @@ class Tensors:
         return Kind.PLAIN if isinstance(node, (ast.JoinedStr, ast.Dict, ast.BoolOp)) else Kind.UNKNOWN
 
     def _attribute(self, node: ast.Attribute) -> Kind:
-        if node.attr in _NAMES.plain_attributes:
+        if node.attr in _NAMES["plain_attributes"]:
             return Kind.PLAIN
-        if node.attr in _NAMES.tensor_attributes:
+        if node.attr in _NAMES["tensor_attributes"]:
             return self.kind(node.value)
         on_self = isinstance(node.value, ast.Name) and node.value.id == self._self and bool(self._self)
         return Kind.TENSOR if on_self and node.attr in self._attributes else Kind.UNKNOWN
@@ -546,13 +546,13 @@ class Tensors:
         """Returns the kind of value that a method returns; a call of a submodule with a tensor returns a tensor."""
         kind = self.kind(func.value)
         method = func.attr
-        if kind in (*ON_DEVICE, Kind.HOST) or method in _NAMES.tensor_methods:
-            if method in _NAMES.plain_methods:
+        if kind in (*ON_DEVICE, Kind.HOST) or method in _NAMES["tensor_methods"]:
+            if method in _NAMES["plain_methods"]:
                 return Kind.PLAIN
             if method == "cpu" or kind is Kind.HOST:
                 return Kind.HOST
             stays = kind is Kind.MASK and method not in ("float", "long", "int", "sum", "cumsum")
-            return Kind.MASK if stays or method in (*_NAMES.masks, "bool") else Kind.TENSOR
+            return Kind.MASK if stays or method in (*_NAMES["masks"], "bool") else Kind.TENSOR
         given = [self.kind(argument) for argument in node.args]
         on_self = isinstance(func.value, ast.Name) and func.value.id == self._self  # it may be a submodule
         return Kind.TENSOR if on_self and any(kind in ON_DEVICE for kind in given) else Kind.UNKNOWN
@@ -561,11 +561,11 @@ class Tensors:
 def _kind_of_torch_call(name: str, node: ast.Call, tensors: Tensors) -> Kind:
     """Returns whether a function of torch returns a tensor, a mask (bool tensor), or a plain Python value."""
     last = name.rpartition(".")[2]
-    if name.startswith(_PLAIN_MODULES) or last in _NAMES.plain_functions:
+    if name.startswith(_PLAIN_MODULES) or last in _NAMES["plain_functions"]:
         return Kind.PLAIN
     if name.startswith("torch.nn.") and not name.startswith("torch.nn.functional."):
         return Kind.PLAIN
-    if last in (*_NAMES.masks, "all", "any", "isin"):
+    if last in (*_NAMES["masks"], "all", "any", "isin"):
         return Kind.MASK
     first = tensors.kind(node.args[0]) if node.args else Kind.UNKNOWN
     if first is Kind.MASK and last in ("cat", "concat", "stack", "zeros_like", "ones_like", "pad"):
@@ -599,7 +599,7 @@ def _names_tensor(annotation: ast.expr) -> bool:
         return outer != ("Callable",) and any(map(_names_tensor, _items_of(annotation.slice)[skipped:]))
     if isinstance(annotation, ast.BinOp):
         return _names_tensor(annotation.left) or _names_tensor(annotation.right)
-    return any(name in _NAMES.tensor_types for name in chain_of(annotation)[-1:])
+    return any(name in _NAMES["tensor_types"] for name in chain_of(annotation)[-1:])
 
 
 def _is_collection(annotation: ast.expr) -> bool:
