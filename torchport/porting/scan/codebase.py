@@ -66,8 +66,9 @@ class CodeUnit:
         return self.module.classes.get(self.class_name)
 
     def may_import(self, name: str) -> bool:
-        """Returns whether it or its module imports or defines a name, as far as is known; any other name is local."""
-        return name in self.module.heads or name in self.imports or bool(self.module.stars)
+        """Returns whether a name may be imported or defined by it or its module. Any other name is local."""
+        is_known = name in self.module.heads or name in self.imports
+        return is_known or bool(self.module.stars)  # `from m import *` may bring any name
 
     @functools.cached_property
     def first(self) -> str:
