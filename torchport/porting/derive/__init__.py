@@ -115,7 +115,8 @@ def derived_card(model: str, name: str | None = None) -> tuple[str, str, str]:
     demo = job_of(data, observed, cls)
     card, job, published = map(text_of, (data, demo, published_job_of(data, demo, cls)))
     # Our own texts: a mistake in them would be ours, and is seen here.
-    for kind, file, text in zip((Card, Job, Job), FILES, (card, job, published), strict=True):
+    kinds: list[Any] = [Card, Job, Job]
+    for kind, file, text in zip(kinds, FILES, (card, job, published), strict=True):
         validated(kind, parse_document(text, file.format(name or model)))
     return card, job, published
 

@@ -331,7 +331,7 @@ _GROUPS = ("process-group", "parallel-state", "cuda-import")
 def _read_patches(codebase: Codebase, folders: Sequence[Path]) -> Patches:
     """Returns the patches in some folders that are for this codebase or for torch."""
     result = Patches()
-    there = [folder for folder in folders if folder.is_dir()]
+    there = [folder for folder in map(Path, folders) if folder.is_dir()]
     tops = {name.partition(".")[0] for name in codebase.modules}
     for upstream in [name for name in patch.upstreams(there) if name in (*_GENERIC, *tops)]:
         for entry in patch.read(there, [upstream]):
