@@ -33,7 +33,7 @@ def world(tmp_path, monkeypatch):
 
 
 def _used(target="up.m:f"):
-    return {name: callee.through.partition(":")[2] for name, callee in callees([target]).items()}
+    return {name: user.partition(":")[2] for name, (_, _, user) in callees([target]).items()}
 
 
 def test_functions_are_followed_to_any_depth_with_who_uses_them(world):

@@ -70,12 +70,9 @@ def remove_leftovers(path: Path, pattern: str) -> None:
 
 
 def check_trusted(path: Path) -> None:
-    """Refuses a folder of the cache that somebody else can write, or may have written.
-
-    Args:
-        path: A folder that exists. It, and everything directly in it, must be this user's and writable by nobody else.
-            A folder or link above it may belong to the superuser. The user's own private group may write there, and
-            anybody may if the sticky bit is set (`/tmp`).
+    """Refuses a folder of the cache that somebody else can write, or may have written. It, and everything directly in
+    it, must be this user's and writable by nobody else. A folder or link above it may belong to the superuser. The
+    user's own private group may write there, and anybody may if the sticky bit is set (`/tmp`).
     """
     for part in dict.fromkeys([*_ancestors(path), *_ancestors(path.resolve())]):
         _check_above(part, part.lstat())

@@ -31,20 +31,8 @@ def refused(place: str, path: str, error: OSError) -> BadValueError:
     return BadValueError(f"{place} {excerpt}", f"The system refuses this path: {error.strerror}", "Name another")
 
 
-def has_file(path: Path) -> bool:
-    """Returns whether a path is a file; False for a path that the system refuses for its length."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
-def has_folder(path: Path) -> bool:
-    """Returns whether a path is a folder; False for a path that the system refuses for its length."""
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
+# Whether a path is a file, or a folder. The methods of `Path` raise for a path that the system refuses for its length.
+has_file, has_folder = os.path.isfile, os.path.isdir
 
 
 def expand_home(name: str) -> Path:

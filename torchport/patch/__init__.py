@@ -30,12 +30,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Imports `applied` and the ledger's classes at their first use: code that only lists entries does not wait."""
-    if name == "applied":
-        from torchport.patch.patch_set import applied
+    if name not in ("applied", "Ledger", "Op", "Trace"):
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    from torchport.patch import ledger, patch_set
 
-        return applied
-    if name in ("Ledger", "Op", "Trace"):
-        from torchport.patch import ledger
-
-        return getattr(ledger, name)
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(patch_set if name == "applied" else ledger, name)

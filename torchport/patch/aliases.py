@@ -15,7 +15,7 @@ import sys
 import traceback
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from torchport.patch.live.change import Placed
 from torchport.patch.live.counted import parts_of_substitutes
 from torchport.patch.live.holders import Holder, Place, Referrers, names_of, namespace, referrers_of, weak_references
 from torchport.patch.live.target import Slot, function_in
+from torchport.patch.source.checks import statement_of
 from torchport.source.parsing import SourceFile, read_source, shown
 
 
@@ -115,9 +116,10 @@ def _audits_of(record: Record) -> list[_Audit]:
         return []
     original, entry = function_in(change.slot.raw), record.entry
     home = getattr(original, "__module__", None)
-    is_name_only = record.imported
-    # Without source an object of another module counts as imported.
-    if is_name_only is None:
+    statement = statement_of(entry)
+    # Of a name that its module imports, that name alone is changed.
+    is_name_only = isinstance(statement, (ast.Import, ast.ImportFrom))
+    if statement is None:  # without source an object of another module counts as imported
         is_name_only = len(entry.path) == 1 and home not in (None, entry.module)
     if isinstance(original, types.BuiltinFunctionType) and home is not None:
         # After `size = len` in a class, all of Python holds `len`.
@@ -172,19 +174,17 @@ def _refusal(record: Record, holder: str) -> PatchError:
     return TooLateError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
-_attributes = type.__dict__["__dict__"].__get__  # as `vars` of a class, whatever its metaclass defines
-_HEIGHT = 5
-"""How many levels of referrers are searched."""
+# As `vars` of a class, whatever its metaclass defines.
+_attributes: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
 
 
 def expression(thing: Any) -> str | None:
     """Returns the shortest expression that leads to an object from a module or class, such as `up.model.TABLE['f']`;
     None if no module or class is within five levels of referrers.
     """
-    homes = {id(namespace(m)): m.__name__ for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)}
     level: list[tuple[Any, str]] = [(thing, "")]
     seen = {id(thing), id(level)}
-    for _ in range(_HEIGHT):
+    for _ in range(5):
         above: list[tuple[Any, str]] = []
         seen.add(id(above))
         referrers = _referrers([item for item, _ in level])
@@ -192,17 +192,17 @@ def expression(thing: Any) -> str | None:
         owners = _referrers([each for each in itertools.chain(*referrers.values()) if isinstance(each, dict)])
         for item, suffix in level:
             for referrer in referrers[id(item)]:
-                dict_owners = owners.get(id(referrer), [])
-                name = _global_name(referrer, item, homes, dict_owners)
-                if name is not None:
-                    return f"{name}{suffix}"
-                if id(referrer) not in seen and not isinstance(referrer, types.FrameType):
-                    seen.add(id(referrer))
-                    above += [(owner, f"{access}{suffix}") for owner, access in _accesses(referrer, item, dict_owners)]
+                for owner, access in _accesses(referrer, item, owners.get(id(referrer), [])):
+                    if isinstance(owner, types.ModuleType):
+                        return f"{owner.__name__}{access}{suffix}"
+                    if isinstance(owner, type):
+                        return f"{owner.__module__}.{owner.__qualname__}{access}{suffix}"
+                    if id(referrer) not in seen:
+                        above.append((owner, f"{access}{suffix}"))
+                seen.add(id(referrer))
         level = above
-        # These lists refer to the objects of the next level, too.
-        del referrers
-        del owners
+        # These refer to the objects of the next level, too.
+        del referrers, owners
     return None
 
 
@@ -215,20 +215,6 @@ def _referrers(things: list[Any]) -> dict[int, list[Any]]:
     return referrers
 
 
-def _global_name(referrer: Any, thing: Any, homes: dict[int, str], owners: list[Any]) -> str | None:
-    """Returns `module.name` or `module.Class.name` if a referrer is the namespace of a module or class, else None."""
-    if id(referrer) in homes:
-        keys = (key for key, value in list(referrer.items()) if value is thing)
-        return next((f"{homes[id(referrer)]}.{key}" for key in keys), None)
-    if isinstance(referrer, type):
-        keys = (key for key, value in list(_attributes(referrer).items()) if value is thing)
-        return next((f"{referrer.__module__}.{referrer.__qualname__}.{key}" for key in keys), None)
-    if isinstance(referrer, dict):
-        classes = (owner for owner in owners if isinstance(owner, type))
-        return next(filter(None, (_global_name(owner, thing, homes, []) for owner in classes)), None)
-    return None
-
-
 def _accesses(referrer: Any, thing: Any, owners: list[Any]) -> Iterator[tuple[Any, str]]:
     """Yields each owner of `thing` with the text that leads from the owner to `thing`: `.name`, `[0]`, or nothing for a
     key or a member of a set. The owner is `referrer`, or an object of `owners` whose `__dict__` it is.
@@ -237,7 +223,8 @@ def _accesses(referrer: Any, thing: Any, owners: list[Any]) -> Iterator[tuple[An
         if any(key is thing for key in list(dict.keys(referrer))):
             yield referrer, ""
         for key in [key for key, value in list(dict.items(referrer)) if value is thing]:
-            named = [owner for owner in owners if _attributes_of(owner) is referrer]
+            homes = [o for o in owners if isinstance(o, (types.ModuleType, type)) and _names_in(o).get(key) is thing]
+            named = homes or [owner for owner in owners if _names_in(owner) is referrer]
             yield from ((owner, f".{key}") for owner in named)
             if not named:
                 yield referrer, f"[{key!r}]"
@@ -249,16 +236,17 @@ def _accesses(referrer: Any, thing: Any, owners: list[Any]) -> Iterator[tuple[An
     elif isinstance(referrer, (list, tuple)):
         yield from ((referrer, f"[{index}]") for index, value in enumerate(referrer) if value is thing)
     else:
-        names = _attributes_of(referrer)
-        yield from ((referrer, f".{key}") for key, value in list((names or {}).items()) if value is thing)
+        yield from ((referrer, f".{key}") for key, value in list(_names_in(referrer).items()) if value is thing)
 
 
-def _attributes_of(owner: Any) -> dict[str, Any] | None:
-    """Returns an object's `__dict__`; None without one, and for modules, classes and dicts, which differ."""
-    if isinstance(owner, (types.ModuleType, type, dict)):
-        return None
+def _names_in(owner: Any) -> Mapping[str, Any]:
+    """Returns the attributes of a module, a class or an object, as its `__dict__` has them; none of a dict."""
+    if isinstance(owner, types.ModuleType):
+        return namespace(owner)
+    if isinstance(owner, type):
+        return _attributes(owner)
     names = getattr(owner, "__dict__", None)
-    return names if isinstance(names, dict) else None
+    return names if isinstance(names, dict) and not isinstance(owner, dict) else {}
 
 
 def line_of(module: str, name: str | None, original: str) -> str | None:
@@ -286,15 +274,15 @@ def importer(module: str) -> str | None:
     dotted, package = re.escape(module), re.escape(parent)
     absolute = rf"^\s*(?:import {dotted}\b|from {dotted} |from {package} import\b)"
     for name in ("__main__", *reversed(list(sys.modules))):
-        if name != module and isinstance(sys.modules.get(name), types.ModuleType):
-            # Only modules whose text has a match are parsed. In the same package the import may be relative.
-            is_near = name.partition(".")[0] == module.partition(".")[0]
-            source = _source_of_module(name, rf"{absolute}|\b{leaf}\b" if is_near else absolute)
-            if source is None:
-                continue
-            for node in ast.walk(source.tree):
-                if isinstance(node, (ast.Import, ast.ImportFrom)) and module in _imports(node, source):
-                    return f"{source.shown}:{node.lineno}"
+        # Only modules whose text has a match are parsed. In the same package the import may be relative.
+        is_near = name.partition(".")[0] == module.partition(".")[0]
+        needle = rf"{absolute}|\b{leaf}\b" if is_near else absolute
+        source = None if name == module else _source_of_module(name, needle)
+        if source is None:
+            continue
+        for node in ast.walk(source.tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)) and module in _imports(node, source):
+                return f"{source.shown}:{node.lineno}"
     return None
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torchport.errors import NotCalledError, StaleTraceError, TorchportError, TwinModuleError
 from torchport.patch.declared import Entry
-from torchport.patch.declared.replacement import file_digest
+from torchport.patch.declared.replacement import file_of
 from torchport.patch.live import registry
 from torchport.patch.live.change import Change
 from torchport.patch.live.counted import Calls, counting
@@ -40,9 +40,6 @@ class Record:
     detail: str = ""  #: What led to that outcome, or what else is worth printing.
     late: bool = False  #: Whether its module was imported before the patch.
     drift: str = ""  #: "locked", "unlocked", "no source", "accepted", or empty where it was not looked at.
-    #: Whether the target is a name that its module imports. Then that name alone is changed. None where the source does
-    #: not say.
-    imported: bool | None = None
 
     def state(self) -> str:
         """Returns the patch's state: armed before its import, then applied; used once called; displaced; not needed."""
@@ -66,8 +63,11 @@ class Op:
 
 
 def digest(entry: Entry) -> str:
-    """Returns the hash of an entry and of the file with its function."""
-    return hashlib.sha256((entry_digest(entry) + file_digest(entry)).encode()).hexdigest()[:16]
+    """Returns the hash of an entry and of the file with its function, if it has any."""
+    hashes = entry_digest(entry)
+    if entry.reference is not None:
+        hashes += hashlib.sha256(file_of(entry, entry.reference).read_bytes()).hexdigest()
+    return hashlib.sha256(hashes.encode()).hexdigest()[:16]
 
 
 def entry_digest(entry: Entry) -> str:
@@ -157,17 +157,9 @@ class Ledger:
     def ops(self) -> list[Op]:
         """Returns the `op` entries with their functions, as the same objects at each call."""
         if self._ops is None:
-            self._ops = []
-            for record in self.records:
-                entry = record.entry
-                if entry.kind == "op" and record.outcome is None:
-                    function, _ = counting(record.loaded, record.calls)
-                    self._ops.append(Op(entry.id, entry.target, function, entry.place))
+            used = [record for record in self.records if record.entry.kind == "op" and record.outcome is None]
+            self._ops = [Op(r.entry.id, r.entry.target, counting(r.loaded, r.calls)[0], r.entry.place) for r in used]
         return self._ops
-
-    def cause_of(self, error: BaseException) -> TorchportError | None:
-        """Returns the pending error behind a later exception; None without one, or if `error` ends the process."""
-        return self.pending[0] if self.pending and isinstance(error, Exception) else None
 
     def raise_pending(self) -> None:
         """Raises the first pending error, which a `try` around an import of upstream's may have swallowed."""

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 
 from torchport.config.card import STAGES
-from torchport.errors import (
-    ConflictError,
-    ThreadError,
-    TooLateError,
-    TorchportError,
-    TwinModuleError,
-    UnknownNameError,
-    nearest,
-)
+from torchport.errors import ConflictError, ThreadError, TooLateError, TorchportError, UnknownNameError, nearest
 from torchport.patch import aliases
 from torchport.patch.declared import Entry
 from torchport.patch.declared.replacement import Explained, load_all
@@ -28,7 +21,7 @@ from torchport.patch.ledger import NOT_NEEDED, Ledger, Record, check_twins, dige
 from torchport.patch.live import hook, registry, stub
 from torchport.patch.live.change import Change, Placed, change
 from torchport.patch.source import drift
-from torchport.patch.source.checks import check_source, is_imported
+from torchport.patch.source.checks import check_source
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,33 +35,32 @@ class _PatchSet:
     replaced: list[Change] = dataclasses.field(default_factory=list)
     #: Where an original was exchanged for its replacement.
     rebindings: list[aliases.Rebinding] = dataclasses.field(default_factory=list)
-    disarm: list[Callable[[], None]] = dataclasses.field(default_factory=list)  #: Each ends the wait for an import.
+    #: The waits for imports, which end when it is closed.
+    waits: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     failed: bool = False  #: Whether a patch could not be applied, and all were undone.
 
     def enter(self) -> None:
         """Applies the patches of modules that are imported already, and arms the others. An error undoes all."""
         try:
             waiting = [record for record in self.records if record.outcome is None]
+            by_module: dict[str, list[Record]] = {}
             for record in waiting:
                 if package := record.entry.lifetime.while_importing:
                     self._arm_window(record, package)
                 if record.entry.stub is not None:
-                    self.disarm.append(stub.arm(record.entry, record.calls, self.ledger.pending.append))
-            for name in dict.fromkeys(r.entry.module for r in waiting if _is_applied_at_import(r)):
-                self._arm(name)
+                    self.waits.callback(stub.arm(record.entry, record.calls, self.ledger.pending.append))
+                if _is_applied_at_import(record):
+                    by_module.setdefault(record.entry.module, []).append(record)
+            for name, due in by_module.items():
+                if name in sys.modules:  # its patches come late, and at once
+                    for record in due:
+                        record.late = True
+                    self._apply(sys.modules[name], due)
+                self.waits.callback(hook.arm(name, functools.partial(self._apply_at_import, due)))
         except BaseException:
             self.leave()
             raise
         registry.digests.update({record.entry.id: digest(record.entry) for record in waiting})
-
-    def _arm(self, name: str) -> None:
-        """Applies the patches of one module at its import, and at once if it is imported already."""
-        due = [r for r in self.records if r.entry.module == name and r.outcome is None and _is_applied_at_import(r)]
-        if name in sys.modules:
-            for record in due:
-                record.late = True
-            self._apply(sys.modules[name], due)
-        self.disarm.append(hook.arm(name, lambda module: self._apply_at_import(module, due)))
 
     def _arm_window(self, record: Record, package: str) -> None:
         """Applies a `while_importing` patch each time that a package is imported, and undoes it afterwards."""
@@ -89,9 +81,9 @@ class _PatchSet:
                     record.change.undo()
                     record.change = None
 
-        self.disarm.append(hook.arm(package, window, when="windows"))
+        self.waits.callback(hook.arm(package, window, when="windows"))
 
-    def _apply_at_import(self, module: types.ModuleType, due: Sequence[Record]) -> None:
+    def _apply_at_import(self, due: Sequence[Record], module: types.ModuleType) -> None:
         """Applies a module's patches after its execution. An error undoes the whole set, and is kept in the ledger."""
         if self.failed:
             return
@@ -122,7 +114,7 @@ class _PatchSet:
         """
         try:
             check_twins([record.entry for record in self.records if record.change is not None])
-        except TwinModuleError as error:
+        except TorchportError as error:
             self.ledger.pending.append(error)
         for record in self.records:
             entry = record.entry
@@ -134,8 +126,7 @@ class _PatchSet:
 
     def leave(self) -> None:
         """Undoes all changes, the last one first, notes each patch's last state, and ends the wait for imports."""
-        for disarm in reversed(self.disarm):
-            disarm()
+        self.waits.close()
         for record in self.records:
             registry.digests.pop(record.entry.id, None)
         for record in self.changed:
@@ -146,7 +137,7 @@ class _PatchSet:
         for change_made in reversed(changes):
             change_made.undo()
         aliases.give_back([placed for placed in changes if isinstance(placed, Placed)])
-        for spent in (self.disarm, self.rebindings, self.replaced, self.changed):
+        for spent in (self.rebindings, self.replaced, self.changed):
             spent.clear()
 
 
@@ -176,8 +167,10 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
         patches.enter()
         registry.sets.append(patches)
         registry.owner = threading.get_ident()
+    pending = patches.ledger.pending
     try:
-        with Explained(patches.ledger.cause_of):  # raises a pending error in place of what followed from it
+        # A pending error is raised in place of what followed from it, but for SystemExit.
+        with Explained(lambda error: pending[0] if pending and isinstance(error, Exception) else None):
             yield patches.ledger
         patches.check_reached()
     finally:
@@ -222,7 +215,6 @@ def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) 
             check_source(record.entry, record.loaded, texts)
     for record in wanted:
         if record.entry.edits:
-            record.imported = is_imported(record.entry)
             record.drift = "accepted" if accept_drift else drift.check(record.entry)
     ledger = Ledger([records.get(entry.id) or in_force[entry.id] for entry in entries], stage)
     return _PatchSet(list(records.values()), ledger)
@@ -233,46 +225,26 @@ def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:
     one function are allowed: whether they change the same statements is seen when they are matched.
     """
     ids: dict[str, Entry] = {}
-    places: dict[_Place, Entry] = {}
+    claimed: dict[tuple[str, bool, tuple[str, ...]], Entry] = {}
+    below: dict[tuple[str, bool, tuple[str, ...]], Entry] = {}  # an entry that changes a part of this place
     for number, entry in enumerate([*running, *fresh]):
-        is_fresh = number >= len(running)
+        place = entry.module, entry.edits, entry.path
+        above = [(*place[:2], entry.path[:length]) for length in range(1, len(entry.path))]
         # Entries in force were checked when they were entered.
-        if is_fresh:
+        if number >= len(running):
             if entry.id in ids:
                 fact = f"The id '{entry.id}' is in force with another content, from {ids[entry.id].place}"
                 raise ConflictError(entry.place, fact, "Rename one of the two", patches=[entry.id])
-            other = next((places[place] for place in _excluded(entry) if place in places), None)
+            same = claimed.get(place)
+            if same is not None and same.kind == entry.kind == "rewrite":
+                same = None
+            other = next(filter(None, (*map(claimed.get, above), same, below.get(place))), None)
             if other is not None:
                 fact = f"'{entry.id}' claims {entry.target}, and '{other.id}' at {other.place} claims {other.target}"
                 raise ConflictError(entry.place, fact, "Keep one of the two", patches=[entry.id, other.id])
         ids[entry.id] = entry
-        for place in _claimed_places(entry):
-            places.setdefault(place, entry)
-
-
-_Place = tuple[str, bool, tuple[str, ...], str]
-"""A module, whether it is edited, a path in it, and what is claimed there: "rewrite", "whole", or what lies "below"."""
-
-
-def _claimed_places(entry: Entry) -> Iterator[_Place]:
-    """Yields the places that an entry claims: of `up:A.f` the whole of `A.f` (or a rewrite in it), and that something
-    below `A` and below the module `up` is changed.
-    """
-    module, edits, path = entry.module, entry.edits, entry.path
-    yield module, edits, path, "rewrite" if entry.kind == "rewrite" else "whole"
-    yield from ((module, edits, path[:length], "below") for length in range(len(path)))
-
-
-def _excluded(entry: Entry) -> Iterator[_Place]:
-    """Yields the places that no other entry may claim: of `up:A.f` the whole of `up`, of `A` and of `A.f`, a rewrite of
-    them, and that something below `A.f` is changed.
-    """
-    module, edits, path = entry.module, entry.edits, entry.path
-    for length in range(len(path) + 1):  # the empty path is the module itself
-        yield module, edits, path[:length], "whole"
-        if length < len(path) or entry.kind != "rewrite":  # several rewrites of one function go together
-            yield module, edits, path[:length], "rewrite"
-    yield module, edits, path, "below"
+        claimed.setdefault(place, entry)
+        below.update((outer, entry) for outer in above if outer not in below)
 
 
 def unreached() -> list[TorchportError]:

@@ -14,7 +14,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import linecache
 import re
 import textwrap
 import types
@@ -24,7 +23,9 @@ from typing import Any
 from torchport.errors import ConflictError, RewriteError, SignatureError
 from torchport.patch.declared import Entry, Rewrite
 from torchport.source.bindings import (
+    DEFINITIONS,
     Chain,
+    Definition,
     Function,
     arguments,
     binds,
@@ -38,10 +39,6 @@ from torchport.source.bindings import (
 _HOLE = re.compile(r"\$(\.\.\.)?([A-Za-z_][A-Za-z0-9_]*)")
 _SINGLE, _MANY = "_torchport_hole_one_", "_torchport_hole_many_"
 """What takes the place of `$` and of `$...` before the name of a hole, so that Python can parse the pattern."""
-
-
-class PatternError(ValueError):
-    """The text of a `match` is no pattern."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,20 +56,20 @@ class Run:
 
 
 def statements(text: str) -> list[ast.stmt]:
-    """Returns the statements of a pattern; raises PatternError for bad Python, a misplaced hole, or holes alone."""
+    """Returns the statements of a pattern; raises ValueError for bad Python, a misplaced hole, or holes alone."""
     marked = _HOLE.sub(lambda hole: (_MANY if hole[1] else _SINGLE) + hole[2], textwrap.dedent(text))
     try:
         body = ast.parse(marked).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise PatternError(f"is not Python: {error.args[0] if error.args else error}") from error
+        raise ValueError(f"is not Python: {error.args[0] if error.args else error}") from error
     if all(_hole(statement) for statement in body):
-        raise PatternError("names no statement")
+        raise ValueError("names no statement")
     if _hole(body[0]) or _hole(body[-1]):
-        raise PatternError("begins or ends with a hole for statements, which would match nothing")
+        raise ValueError("begins or ends with a hole for statements, which would match nothing")
     alone = {id(node.value) for node in ast.walk(ast.Module(body, [])) if isinstance(node, ast.Expr)}
     for node in ast.walk(ast.Module(body, [])):
         if isinstance(node, ast.Name) and node.id.startswith(_MANY) and id(node) not in alone:
-            raise PatternError(f"has '$...{node.id.removeprefix(_MANY)}' inside a statement")
+            raise ValueError(f"has '$...{node.id.removeprefix(_MANY)}' inside a statement")
     return body
 
 
@@ -141,6 +138,9 @@ def _match(pattern: object, node: object, captured: Captured) -> bool:
 
 _RESERVED = "__torchport_"
 
+Site = tuple[str, int, str]
+"""Where a function is defined, as its code object says: its name, its first line (a decorator's), and its file."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Edit:
@@ -175,31 +175,24 @@ def first_line(node: ast.stmt) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
-def edit(
-    entry: Entry,
-    text: str,
-    line: int,
-    find: Callable[[ast.Module], Function],
-    parameters: Sequence[str],
-    home: str | None = None,
-) -> Edit:
+def edit(entry: Entry, text: str, site: Site, parameters: Sequence[str], home: str | None = None) -> Edit:
     """Returns the text of a file in which calls replace the statements that an entry's pattern matches in a function.
 
     The number of lines stays. Some statements in a row that the pattern matches are a `Run`.
 
     Args:
-        line: A line of the function in the file.
-        find: Finds the function in a syntax tree that has only the top-level statement around the function.
+        site: The function in which the statements are.
         parameters: The names that the call passes, from `parameters`.
         home: The file's text before other rewrites, of which the same `spans` are cached already; by default `text`.
     """
     rewrite, lines = entry.rewrite, text.encode().splitlines(keepends=True)
     assert rewrite is not None
     known = spans(text if home is None else home)
-    start, end = next((span for span in known if span[0] <= line <= span[1]), (1, len(lines)))
+    start, end = next((span for span in known if span[0] <= site[1] <= span[1]), (1, len(lines)))
     # A module may have a thousand functions that are rewritten: this statement alone is parsed, at its own line.
     tree = ast.parse("\n" * (start - 1) + b"".join(lines[start - 1 : end]).decode())
-    function = find(tree)
+    function = _enclosing(entry, tree, site)[-1]
+    assert isinstance(function, Function)
     matches = _matches(entry, rewrite, function)
     name = _RESERVED + re.sub(r"[^a-z0-9]", "_", entry.id) + "__"  # dunders are never mangled inside a class
     call = f"{name}({', '.join(f'{each}={each}' for each in parameters)})"
@@ -238,7 +231,7 @@ def _matches(entry: Entry, rewrite: Rewrite, function: Function) -> list[Run]:
     """Returns the runs that an entry's `match` finds; refuses a wrong number, or a run with another patch's call."""
     try:
         pattern = statements(rewrite.match)
-    except PatternError as error:
+    except ValueError as error:
         raise _refusal(entry, f"'match' of '{entry.id}' {error}", "Write whole statements") from error
     matches = list(runs(function, pattern))
     for run in matches:
@@ -253,11 +246,22 @@ def _matches(entry: Entry, rewrite: Rewrite, function: Function) -> list[Run]:
     return matches
 
 
+_JUMPS = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
+_SCOPING = (ast.Global, ast.Nonlocal, ast.Delete)
+
+
 def _statement(entry: Entry, rewrite: Rewrite, function: Function, run: Run, call: str) -> str:
-    """Returns the statement that replaces a run: `return call`, `names = call`, or the call alone."""
-    last = run.statements[-1]
-    returns = isinstance(last, ast.Return)
-    _check_jumps(entry, run.statements[:-1] if returns else run.statements)
+    """Returns the statement that replaces a run: `return call`, `names = call`, or the call alone. Refuses a run that
+    jumps: a called function cannot return, yield or break for its caller.
+    """
+    returns = isinstance(run.statements[-1], ast.Return)
+    inside = run.statements[:-1] if returns else run.statements
+    jumps: list[ast.AST] = [node for node in in_scope(inside) if isinstance(node, (*_JUMPS, *_SCOPING))]
+    jumps += [node for statement in inside for node in _jumps_out(statement)]
+    if jumps:
+        word = type(jumps[0]).__name__.lower()
+        fact = f"The run of '{entry.id}' has a {word} on line {getattr(jumps[0], 'lineno', '?')}"
+        raise _refusal(entry, fact, "Match less: a call cannot do that for the function")
     if returns:
         if rewrite.gives:
             raise _refusal(entry, f"'{entry.id}' has 'gives', and its run returns", "Remove 'gives'")
@@ -266,25 +270,11 @@ def _statement(entry: Entry, rewrite: Rewrite, function: Function, run: Run, cal
     return f"{', '.join(gives)} = {call}" if gives else call
 
 
-_JUMPS = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
-_SCOPING = (ast.Global, ast.Nonlocal, ast.Delete)
-
-
-def _check_jumps(entry: Entry, statements: Sequence[ast.stmt]) -> None:
-    """Refuses a run with a `return`, `yield`, `break` or the like: a called function cannot do it for its caller."""
-    jumps: list[ast.AST] = [node for node in in_scope(statements) if isinstance(node, (*_JUMPS, *_SCOPING))]
-    jumps += [node for statement in statements for node in _jumps_out(statement)]
-    if jumps:
-        word = type(jumps[0]).__name__.lower()
-        fact = f"The run of '{entry.id}' has a {word} on line {getattr(jumps[0], 'lineno', '?')}"
-        raise _refusal(entry, fact, "Match less: a call cannot do that for the function")
-
-
 def _jumps_out(statement: ast.AST) -> list[ast.AST]:
     """Returns each `break` and `continue` in a statement that is for a loop around the statement."""
     if isinstance(statement, (ast.Break, ast.Continue)):
         return [statement]
-    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+    if isinstance(statement, DEFINITIONS):
         return []
     is_loop = isinstance(statement, (ast.For, ast.AsyncFor, ast.While))  # those in its body are for this loop
     children = getattr(statement, "orelse", ()) if is_loop else ast.iter_child_nodes(statement)
@@ -303,8 +293,7 @@ def _gives(entry: Entry, rewrite: Rewrite, function: Function, run: Run) -> list
     if lost:
         fact = f"'{lost[0]}' is bound in the run of '{entry.id}' and read after it"
         raise _refusal(entry, fact, f"Add '{lost[0]}' to 'gives'")
-    taken = arguments(function) | names_bound(function.body)
-    taken |= set().union(*(reads(statement) for statement in function.body))
+    taken = arguments(function) | names_bound(function.body).union(*map(reads, function.body))
     for name in gives:
         if name not in inside and name in taken:
             fact = f"'gives' of '{entry.id}' has '{name}', which the run does not bind"
@@ -316,15 +305,11 @@ def _gives(entry: Entry, rewrite: Rewrite, function: Function, run: Run) -> list
 
 def _check_visible(entry: Entry, function: Function, run: Run, parameters: Sequence[str]) -> None:
     """Refuses parameters that the function binds only inside or after the run."""
-    first = run.statements[0]
-    inside = {id(node) for statement in run.statements for node in in_scope([statement])}
+    inside = {id(node) for node in in_scope(run.statements)}
     loop = next((p for p, _, _ in run.chain if isinstance(p, (ast.For, ast.AsyncFor, ast.While))), None)
-    before = [
-        node
-        for node in in_scope(function.body)
-        if id(node) not in inside and getattr(node, "lineno", 0) <= first.lineno
-    ]
-    names = arguments(function) | set().union(*map(binds, before))
+    outside = [node for node in in_scope(function.body) if id(node) not in inside]
+    before = [node for node in outside if getattr(node, "lineno", 0) <= run.statements[0].lineno]
+    names = arguments(function).union(*map(binds, before))
     if loop is not None:  # from its second round on, it also has the names that it bound after the run
         names |= names_bound([loop]) - names_bound(run.statements)
     local = arguments(function) | names_bound(function.body)
@@ -337,10 +322,9 @@ def _check_visible(entry: Entry, function: Function, run: Run, parameters: Seque
 def _replace(lines: list[bytes], run: Run, statement: str) -> None:
     """Puts a statement on a run's first line, with the text after the run, and leaves its other lines blank."""
     first, last = run.statements[0], run.statements[-1]
-    start, end = first.lineno - 1, (last.end_lineno or last.lineno) - 1
-    decorators = getattr(first, "decorator_list", ())
-    start = min([start, *(decorator.lineno - 1 for decorator in decorators)])
-    column = first.col_offset if not decorators else len(lines[start]) - len(lines[start].lstrip())
+    start, end = first_line(first) - 1, (last.end_lineno or last.lineno) - 1
+    has_decorator = start < first.lineno - 1
+    column = len(lines[start]) - len(lines[start].lstrip()) if has_decorator else first.col_offset
     head, tail = lines[start][:column], lines[end][last.end_col_offset :]
     # An `elif` is an `if` that stands alone in the outer one's else, and is written without that word.
     word = b"else: " if lines[start][column:].startswith(b"elif") else b""
@@ -355,42 +339,26 @@ _FUTURE = 0  # the compiler flags of all `from __future__ import ...`
 for _feature in __future__.all_feature_names:
     _FUTURE |= getattr(__future__, _feature).compiler_flag
 
-Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
-
-def source_text(entry: Entry, function: types.FunctionType) -> str:
-    """Returns the text of the file from which a live function was compiled; of a rewritten function the edited text."""
-    lines = linecache.getlines(function.__code__.co_filename, function.__globals__)
-    if not lines:
-        fact = f"The source of {entry.target} cannot be read ({function.__code__.co_filename})"
-        raise RewriteError(entry.place, fact, "Install the upstream with its sources", patch=entry.id)
-    return "".join(lines)
-
-
-def finder(entry: Entry, old: types.CodeType) -> Callable[[ast.Module], Function]:
-    """Returns a function that finds in a syntax tree the `def` of a code object, by its name and first line."""
-    return lambda tree: _enclosing(entry, tree, old)[-1]  # type: ignore[return-value]
-
-
-def _enclosing(entry: Entry, tree: ast.Module, old: types.CodeType) -> list[Scope]:
-    """Returns the `def` of a code object after the classes and functions around it, outermost first, or raises."""
-    pending: list[tuple[ast.AST, list[Scope]]] = [(tree, [])]
+def _enclosing(entry: Entry, tree: ast.Module, site: Site) -> list[Definition]:
+    """Returns the `def` of a function after the classes and functions around it, outermost first, or raises."""
+    name, line, file = site
+    pending: list[tuple[ast.AST, list[Definition]]] = [(tree, [])]
     while pending:
         node, chain = pending.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        if isinstance(node, DEFINITIONS):
             chain = [*chain, node]
-            same = (node.name, first_line(node)) == (old.co_name, old.co_firstlineno)
-            if same and not isinstance(node, ast.ClassDef):
+            if (node.name, first_line(node)) == (name, line) and isinstance(node, Function):
                 return chain
         pending += [(child, chain) for child in ast.iter_child_nodes(node)]
-    fact = f"{entry.target} has no definition of its own in {old.co_filename}"
+    fact = f"{entry.target} has no definition of its own in {file}"
     remedy = "Only a function written with def can be rewritten; use replace or wrap"
     raise RewriteError(entry.place, fact, remedy, patch=entry.id)
 
 
 def code(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.CodeType:
     """Returns the edited function's code, to replace the `old` code; raises if its free variables are not the same."""
-    chain = _enclosing(entry, ast.parse(text), old)
+    chain = _enclosing(entry, ast.parse(text), (old.co_name, old.co_firstlineno, old.co_filename))
     names = [scope.name for scope in chain]
     cells = [name for name in old.co_freevars if name != "__class__"]  # the class around it gives `__class__`
     tree = ast.Module([_alone(chain, cells)], [])
@@ -406,11 +374,11 @@ def code(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.C
     return new
 
 
-def _alone(chain: Sequence[Scope], cells: Sequence[str]) -> Scope:
+def _alone(chain: Sequence[Definition], cells: Sequence[str]) -> Definition:
     """Returns a definition in empty copies of the functions and classes around it. The nearest function binds `cells`,
     so that they are free variables of the definition.
     """
-    inner: Scope = chain[-1]
+    inner = chain[-1]
     if inner.decorator_list:  # never run; it stays because a code object's first line is its first decorator's
         inner.decorator_list = [ast.Name("_", ast.Load(), lineno=first_line(inner), col_offset=0)]
     for scope in reversed(chain[:-1]):

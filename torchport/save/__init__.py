@@ -44,11 +44,9 @@ def file_of(folder: Path, name: str) -> Path:
 
 def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> Manifest:
     """Writes an artefact, and returns its manifest. At every moment the folder has the older file or the new, whole.
-    `facts` are the manifest's fields but those of the tensors.
-
-    Raises:
-        NotFiniteError: A tensor has NaN or infinity; nothing is written.
+    `facts` are the manifest's fields but those of the tensors. Raises NotFiniteError for NaN or infinity in a tensor.
     """
+    file = file_of(folder, name)
     tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
         # PyTorch has no `isfinite` for most kinds of float8.
@@ -57,7 +55,7 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
             bad = int((~torch.isfinite(values)).sum())
             fact = f"'{key}' has {bad} of {tensor.numel()} values that are NaN or infinite"
             advice = "Compare with --backend original: if that is finite, a patch or a precision is wrong"
-            raise NotFiniteError(str(file_of(folder, name)), fact, f"Nothing was written. {advice}", key=key)
+            raise NotFiniteError(str(file), fact, f"Nothing was written. {advice}", key=key)
     manifest = Manifest(
         schema_version=SCHEMA,
         tensors={key: Tensor(dtype=_dtype(t), shape=list(t.shape)) for key, t in tensors.items()},
@@ -65,22 +63,17 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
         **facts,
     )
 
-    def text(sha256: str) -> str:
-        return text_of(manifest.model_copy(update={"sha256": sha256}))
-
     # The copy goes first: it must never describe another artefact than the one beside it.
-    atomic.remove(_copy(folder, name))
-    return manifest.model_copy(update={"sha256": write_file(file_of(folder, name), tensors, text)})
+    atomic.remove(file.with_suffix(".json"))
+    checksum = write_file(file, tensors, lambda sha256: text_of(manifest.model_copy(update={"sha256": sha256})))
+    return manifest.model_copy(update={"sha256": checksum})
 
 
 def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: Callable[[str], str]) -> str:
     """Writes tensors as safetensors, with a text and the text's checksum in the metadata; replaces an older file.
-    Returns the checksum of the tensors.
+    Returns the checksum of the tensors. `text` makes the text from it, in a length that does not depend on it.
 
     A video's frames are hundreds of megabytes: they are hashed while they are written, and are not copied.
-
-    Args:
-        text: Returns the text to write, from the checksum of the tensors. Its length must not depend on the checksum.
     """
     for name, tensor in tensors.items():
         if _dtype(tensor) not in CODES:
@@ -125,12 +118,7 @@ def read_file(file: Path, made_by: str) -> tuple[str, dict[str, torch.Tensor]]:
 
 def write_copy(folder: Path, name: str, manifest: Manifest) -> None:
     """Writes the JSON file beside an artefact, which shows its manifest to people."""
-    atomic.write_text(_copy(folder, name), text_of(manifest))
-
-
-def _copy(folder: Path, name: str) -> Path:
-    """Returns the JSON file beside an artefact, which shows its manifest to people."""
-    return folder / f"{name}.json"
+    atomic.write_text(file_of(folder, name).with_suffix(".json"), text_of(manifest))
 
 
 def sha256_of(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -161,7 +149,8 @@ def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[St
 
 def remove(folder: Path, name: str) -> None:
     """Removes an artefact and the JSON file beside it."""
-    atomic.remove(_copy(folder, name), file_of(folder, name))
+    file = file_of(folder, name)
+    atomic.remove(file.with_suffix(".json"), file)
 
 
 def _dtype(tensor: torch.Tensor) -> str:
@@ -177,16 +166,14 @@ def read(
     made_by: str,
     embeddings: Collection[str] | None = None,
 ) -> tuple[dict[str, torch.Tensor], Manifest | None]:
-    """Returns a stage's artefact, verified against its manifest.
+    """Returns a stage's artefact, verified against its manifest: the tensors, and the manifest, which is None for the
+    stage files of a hand-written port.
 
     Args:
         identity: What it must have been made for: the identity of the reading stage's task.
         components: Digests of this run's checkpoint, by component.
         made_by: The command that makes the artefact, for errors.
         embeddings: The card's names for embeddings; see `_read_hand_written`.
-
-    Returns:
-        The tensors, and the manifest; None for the stage files of a hand-written port, which have none.
     """
     file = file_of(folder, name)
     if not file.is_file():
@@ -201,12 +188,11 @@ def read(
     tensors = _load(file, made_by)
     if sha256_of(tensors) != manifest.sha256:
         raise _broken_error(file, "Its tensors are not those that were written", made_by)
-    copy = _copy(folder, name)
+    copy = file.with_suffix(".json")
     if copy.is_file() and _bytes(copy) != text_of(manifest).encode():  # whoever edited it expects an effect
         fact = f"It is not the manifest that {file.name} holds, which alone counts"
         raise ArtefactBrokenError(str(copy), fact, "Remove it: the artefact is complete without it")
-    stored, made_with = manifest.identity, manifest.components
-    _check_identity(file, name, identity, stored, components, made_with)
+    _check_identity(file, name, manifest, identity, components)
     return tensors, manifest
 
 
@@ -239,11 +225,8 @@ def _bytes(file: Path, head: bool = False) -> bytes:
 
 
 def read_manifest(file: Path, made_by: str = "the command that made it") -> Manifest:
-    """Returns the manifest that an artefact holds; the tensors are not read.
-
-    Raises:
-        ArtefactForeignError: Of another schema version.
-        ArtefactBrokenError: Not an artefact, or a damaged one.
+    """Returns the manifest that an artefact holds; the tensors are not read. Raises ArtefactForeignError if it has
+    another schema version, and ArtefactBrokenError for a file that is damaged, or no artefact.
     """
     text = _manifest_text(file, made_by)
     try:
@@ -290,22 +273,18 @@ def _manifest_text(file: Path, made_by: str) -> str:
 
 
 def _check_identity(
-    file: Path,
-    name: str,
-    identity: Mapping[str, Any],
-    stored: Mapping[str, Any],
-    components: Mapping[str, str],
-    made_with: Mapping[str, str],
+    file: Path, name: str, manifest: Manifest, identity: Mapping[str, Any], components: Mapping[str, str]
 ) -> None:
     """Refuses an artefact of another model, size or checkpoint than this run has."""
     for key, value in identity.items():
-        if key not in stored or stored[key] != value:
-            fact = f"'{name}' was made for {key} {stored.get(key)!r}, and this run is for {value!r}"
+        found = manifest.identity.get(key)
+        if key not in manifest.identity or found != value:
+            fact = f"'{name}' was made for {key} {found!r}, and this run is for {value!r}"
             remedy = "Make it again, or run with what it was made for"
-            raise ArtefactForeignError(str(file), fact, remedy, key=key, found=stored.get(key), wanted=value)
-    for key in sorted(set(components) & set(made_with)):
-        if components[key] != made_with[key]:
-            fact = f"'{name}' was made with another checkpoint: its {key} is {made_with[key]}"
+            raise ArtefactForeignError(str(file), fact, remedy, key=key, found=found, wanted=value)
+    for key, made_with in sorted(manifest.components.items()):
+        if components.get(key, made_with) != made_with:
+            fact = f"'{name}' was made with another checkpoint: its {key} is {made_with}"
             remedy = f"Use the same --checkpoint for all stages; here {key} is {components[key]}"
             raise ArtefactForeignError(str(file), fact, remedy, key=key)
 
@@ -335,15 +314,11 @@ _DTYPES = {
 def _read_hand_written(
     file: Path, identity: Mapping[str, Any], embeddings: Collection[str] | None
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors in a stage file of a hand-written port, in the dtypes that the file's metadata names.
+    """Returns the tensors in a stage file of a hand-written port, in the dtypes that the file's metadata names. If a
+    card has names for `embeddings`, latents are returned as `latents_BCTHW`, since the model may have other ones.
 
     Such files have no checksum and no patch ledger. What is checked: the names and kinds of their tensors, and the
     sizes in the metadata, or else those in `generation_config.json` beside the file.
-
-    Args:
-        file: `stage1_embeddings.safetensors` or `stage2_latents.safetensors`.
-        embeddings: The card's names for embeddings, where it has any: latents are then returned as `latents_BCTHW`,
-            since the model may have other ones.
     """
     from safetensors import safe_open
 

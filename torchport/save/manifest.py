@@ -11,24 +11,19 @@ from typing import Any
 
 import pydantic
 
+from torchport.config import Frozen
 from torchport.config.card import StageName
 
 SCHEMA = 4
 """Version of the manifest's schema; a reader refuses any other."""
 
 
-class ManifestPart(pydantic.BaseModel):
-    """A part of a manifest: it refuses unknown fields, and coerces nothing."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-
-
-class Tensor(ManifestPart):
+class Tensor(Frozen):
     dtype: str
     shape: list[int]
 
 
-class _PatchRow(ManifestPart):
+class _PatchRow(Frozen):
     """A patch as a manifest lists it; see `torchport.patch.ledger`."""
 
     id: str
@@ -45,7 +40,7 @@ class _PatchRow(ManifestPart):
     place: str
 
 
-class _UpstreamRow(ManifestPart):
+class _UpstreamRow(Frozen):
     """An upstream that is a checkout, as a manifest lists it; see `torchport.processes.git`."""
 
     package: str
@@ -53,7 +48,7 @@ class _UpstreamRow(ManifestPart):
     dirty: bool
 
 
-class _ProgramRow(ManifestPart):
+class _ProgramRow(Frozen):
     """A program as a manifest lists it: whether JAX's cache delivered its executable, and what it computes otherwise.
 
     `operators` has the number of those that compute what PyTorch does, and the names of all others: docs/engine.md.
@@ -63,7 +58,7 @@ class _ProgramRow(ManifestPart):
     operators: dict[str, Any] = {}
 
 
-class _CacheRow(ManifestPart):
+class _CacheRow(Frozen):
     """A step cache as a manifest lists it; see `torchport.config.step_cache`."""
 
     kind: str
@@ -71,14 +66,14 @@ class _CacheRow(ManifestPart):
     computed: list[int]
 
 
-class _FlagsRow(ManifestPart):
+class _FlagsRow(Frozen):
     """A named set of compiler flags, as a manifest lists it; see `torchport.config.xla_flags`."""
 
     name: str
     flags: list[str]
 
 
-class Manifest(ManifestPart):
+class Manifest(Frozen):
     """What made an artefact."""
 
     schema_version: int

@@ -39,10 +39,8 @@ def unpacked(tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def as_data(value: Any, store: Callable[[str, torch.Tensor], dict[str, Any]], path: str = "") -> Any:
-    """Returns a tree as data that JSON can hold. What is no tree of tensors, numbers and text becomes None.
-
-    Args:
-        store: Stores the tensor of a path, and returns a dict for its place in the data, which has the key `tensor`.
+    """Returns a tree as data that JSON can hold. What is no tree of tensors, numbers and text becomes None. `store`
+    stores the tensor of a path, and returns a dict for its place in the data, which has the key `tensor`.
     """
     if isinstance(value, torch.Tensor):
         return store(path, value)

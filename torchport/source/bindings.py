@@ -67,8 +67,7 @@ def _under_conditions(
         if isinstance(statement, DEFINITIONS):
             continue
         inside = (*above, statement) if isinstance(statement, ast.If) else above
-        blocks = [getattr(statement, field, None) or () for field in ("body", "orelse", "finalbody")]
-        for block in (*blocks, *(handler.body for handler in getattr(statement, "handlers", ()))):
+        for block in inner_blocks(statement):
             yield from _under_conditions(block, inside)
 
 
@@ -204,7 +203,7 @@ def bound_name(alias: ast.alias) -> str:
 
 def names_bound(nodes: Iterable[ast.AST]) -> set[str]:
     """Returns the names that nodes bind in their own scope: `{"x", "f"}` for `x = 1` and `def f(): y = 2`."""
-    return _union(map(binds, in_scope(nodes)))
+    return set().union(*map(binds, in_scope(nodes)))
 
 
 def arguments(function: Function | ast.Lambda) -> set[str]:
@@ -215,21 +214,17 @@ def reads(node: ast.AST) -> set[str]:
     """Returns the names that a node reads from its own scope, with those that functions inside it capture."""
     if isinstance(node, ast.Name):
         return set() if isinstance(node.ctx, ast.Store) else {node.id}
-    inner = _union(reads(child) for child in ast.iter_child_nodes(node))
+    inner: set[str] = set().union(*map(reads, ast.iter_child_nodes(node)))
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
         return inner | {node.target.id}
     if isinstance(node, _FUNCTIONS):
         body = node.body if isinstance(node.body, list) else [node.body]
         defaults = [*node.args.defaults, *(default for default in node.args.kw_defaults if default is not None)]
-        outside = _union(reads(part) for part in (*defaults, *getattr(node, "decorator_list", ())))
-        return outside | (_union(map(reads, body)) - arguments(node) - names_bound(body))
+        outside = set().union(*map(reads, (*defaults, *getattr(node, "decorator_list", ()))))
+        return outside | (set().union(*map(reads, body)) - arguments(node) - names_bound(body))
     if isinstance(node, _COMPREHENSIONS):
         return inner - names_bound(generator.target for generator in node.generators)
     return inner
-
-
-def _union(sets: Iterable[set[str]]) -> set[str]:
-    return set().union(*sets)
 
 
 def exposed(statements: Sequence[ast.stmt]) -> tuple[set[str], set[str]]:
@@ -259,7 +254,7 @@ def _exposed_by(statement: ast.stmt) -> tuple[set[str], set[str]]:
     if isinstance(statement, (ast.With, ast.AsyncWith)):
         names = names_bound(statement.items)
         inside, written = exposed(statement.body)
-        return _union(map(reads, statement.items)) | (inside - names), names | written
+        return (inside - names).union(*map(reads, statement.items)), names | written
     if isinstance(statement, ast.Delete) or (inner_blocks(statement) and not isinstance(statement, _SCOPES)):
         return reads(statement), set()
     return reads(statement), names_bound([statement])
@@ -274,13 +269,13 @@ def read_after(function: Function, chain: Chain, block: list[ast.stmt], end: int
             sure = set()  # the loop may end at its head, before the rest of its body is reached
         # An exception leads to its other blocks.
         if isinstance(parent, _TRIES):
-            live |= _union(exposed(inner)[0] for inner in inner_blocks(parent))
+            live = live.union(*(exposed(inner)[0] for inner in inner_blocks(parent)))
         first, written = exposed(outer[index + 1 :])
         live |= first - sure
         sure |= written
     # A nested function may be called at any later time.
     nested = (node for node in in_scope(function.body) if isinstance(node, _SCOPES))
-    return live | _union(map(reads, nested))
+    return live.union(*map(reads, nested))
 
 
 POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)

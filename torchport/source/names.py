@@ -8,9 +8,9 @@ other kind (a method of an argument, a table of functions) is not followed.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from torchport.source import parsing
 from torchport.source.bindings import DEFINITIONS, at_import, bound_name, last_bindings
@@ -28,14 +28,6 @@ Home = tuple[str, tuple[str, ...]]
 """A module, and the path of a definition in it."""
 
 
-class Callee(NamedTuple):
-    """A definition that another one uses."""
-
-    source: SourceFile
-    node: ast.stmt
-    through: str  #: The definition that uses it, as `module:path`.
-
-
 def home_of(target: str) -> Home:
     """Returns a target's module and path: `"up.model:Block.forward"` -> `("up.model", ("Block", "forward"))`."""
     module, _, path = target.partition(":")
@@ -47,16 +39,18 @@ def name_of(home: Home) -> str:
     return f"{home[0]}:{'.'.join(home[1])}"
 
 
-def callees(targets: Sequence[str]) -> dict[str, Callee]:
-    """Returns the definitions in their own packages that targets use, directly or not, by name; the nearest first."""
-    result: dict[str, Callee] = {}
+def callees(targets: Sequence[str]) -> dict[str, tuple[SourceFile, ast.stmt, str]]:
+    """Returns the definitions in their own packages that targets use, directly or not, by name, the nearest first: for
+    each its source, its statement, and the name of the definition that uses it.
+    """
+    result: dict[str, tuple[SourceFile, ast.stmt, str]] = {}
     pending = list(map(home_of, targets))
     while pending:
         user = pending.pop(0)
         for home in dict.fromkeys(home for _, home in _homes_used(user)):
             name, place = name_of(home), definition(home)
             if place and name not in result and name not in targets:
-                result[name] = Callee(*place, name_of(user))
+                result[name] = (*place, name_of(user))
                 pending.append(home)
     return result
 
@@ -95,9 +89,9 @@ def _imported_names(name: str, statements: Sequence[ast.stmt], source: SourceFil
     """Yields the full names that imports bind to a name: `up.m.f` for the name `a` and `from up.m import f as a`."""
     for node in statements:
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
-            if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == name:
+            if bound_name(alias) == name and isinstance(node, ast.ImportFrom):
                 yield f"{source.imported_from(node)}.{alias.name}"
-            elif isinstance(node, ast.Import) and bound_name(alias) == name:
+            elif bound_name(alias) == name:
                 yield alias.name if alias.asname else name  # `import a.b` binds `a`
 
 
@@ -172,19 +166,17 @@ def _bound_inside(scope: ast.AST) -> dict[str, list[Imports]]:
     """
     arguments = ast.walk(getattr(scope, "args", ast.Module([], [])))
     local: dict[str, list[Imports]] = {node.arg: [] for node in arguments if isinstance(node, ast.arg)}
-    pending = list(_children(scope))
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            local[node.id] = []
-        if isinstance(node, DEFINITIONS):
-            local[node.name] = []
-        if not isinstance(node, (*_SCOPES, ast.ClassDef)):
-            pending += _children(node)
-    for node in _nodes_in(scope):
+    pending = [(child, True) for child in _children(scope)]
+    for node, is_here in pending:  # `is_here`: whether the node is in this scope itself; the list grows meanwhile
+        if is_here and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            local.setdefault(node.id, [])
+        if is_here and isinstance(node, DEFINITIONS):
+            local.setdefault(node.name, [])
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             for alias in node.names:
                 local.setdefault(bound_name(alias), []).append(node)
+        is_here = is_here and not isinstance(node, (*_SCOPES, ast.ClassDef))
+        pending += [(child, is_here) for child in _children(node)]
     return local
 
 
@@ -202,13 +194,6 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
     for field, value in ast.iter_fields(node):
         children = value if isinstance(value, list) else [value]
         yield from (child for child in children if isinstance(child, ast.AST) and field not in _ANNOTATIONS)
-
-
-def _nodes_in(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields a node and all nodes inside it, annotations aside."""
-    yield node
-    for child in _children(node):
-        yield from _nodes_in(child)
 
 
 def _chains(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
@@ -241,30 +226,20 @@ def _chains(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
         yield from (chain for chain in _chains(child, self_name) if outside or chain[0] not in hidden)
 
 
+@dataclasses.dataclass
 class Lookup:
-    """One look-up of a chain of names. Circular imports end, as no question is answered twice.
+    """One look-up of a chain of names. Circular imports end, as no question is answered twice."""
 
-    Args:
-        package: The package whose modules are entered; None: those of all packages.
-        is_for_classes: Whether a class leads to the class itself; else it leads to its constructors.
-    """
-
-    def __init__(self, package: str | None, is_for_classes: bool = False) -> None:
-        self._package = package
-        self._is_for_classes = is_for_classes
-        self._asked: set[tuple[object, ...]] = set()
-
-    def _is_new(self, *question: object) -> bool:
-        """Notes a question (a module and a name, say), and returns whether this look-up asks it for the first time."""
-        is_new = question not in self._asked
-        self._asked.add(question)
-        return is_new
+    package: str | None  #: The package whose modules are entered; None: those of all packages.
+    is_for_classes: bool = False  #: Whether a class leads to the class itself; else it leads to its constructors.
+    _asked: set[tuple[object, ...]] = dataclasses.field(default_factory=set, init=False)
 
     def names(self, module: str, chain: Chain) -> Iterator[Home]:
         """Yields the definitions to which a chain of names (`a.b.c` as a tuple) leads in a module."""
-        source = _source(module) if self._may_enter(module) else None
-        if source is None or not self._is_new(module, chain):
+        source = self._source(module)
+        if source is None or (module, chain) in self._asked:
             return
+        self._asked.add((module, chain))
         nodes = source.all_names.get(chain[0], [])
         if not nodes:
             for star in at_import(source.tree.body):
@@ -293,24 +268,24 @@ class Lookup:
             elif isinstance(node, ast.Import) and bound_name(alias) == chain[0]:
                 yield from self._in_module(alias.name if alias.asname else chain[0], chain[1:])
 
-    def _may_enter(self, module: str) -> bool:
-        return self._package in (None, module.partition(".")[0])
+    def _source(self, module: str) -> SourceFile | None:
+        return _source(module) if self.package in (None, module.partition(".")[0]) else None
 
     def _in_module(self, module: str, chain: Chain) -> list[Home]:
         """Returns the definitions to which a chain of names leads in a module; the first names may be submodules."""
         if not chain:
             return []
-        source = _source(module) if self._may_enter(module) else None
+        source = self._source(module)
         if source is not None and chain[0] in source.names:
             return list(self.names(module, chain))
         return self._in_module(f"{module}.{chain[0]}", chain[1:]) or list(self.names(module, chain))
 
     def _in_class(self, home: Home, chain: Chain) -> Iterator[Home]:
         """Yields the method of a class that `chain` begins with; for an empty chain its constructors, or the class."""
-        if chain and not self._is_for_classes:
+        if chain and not self.is_for_classes:
             yield from self.method(home, chain[0], inherited=False)
         elif not chain:
-            names = () if self._is_for_classes else _MADE_BY
+            names = () if self.is_for_classes else _MADE_BY
             makers = [maker for name in names for maker in self.method(home, name, inherited=False)]
             yield from makers or [home]
 
@@ -318,8 +293,9 @@ class Lookup:
         """Yields the first definition of a method, in a class or those above it; if `inherited`, only above it."""
         place = definition(home)
         node = place[1] if place else None
-        if not isinstance(node, ast.ClassDef) or not self._is_new(home, name, inherited):
+        if not isinstance(node, ast.ClassDef) or (home, name, inherited) in self._asked:
             return
+        self._asked.add((home, name, inherited))
         if not inherited and name in last_bindings(node):
             yield home[0], (*home[1], name)
             return
@@ -336,7 +312,7 @@ class Lookup:
             if isinstance(bound, ast.ClassDef) and len(chain) == 1:
                 yield module, (bound.name,)
             elif isinstance(bound, (ast.Import, ast.ImportFrom)) and source is not None:
-                yield from Classes(self._package).from_import(bound, source, chain)
+                yield from Classes(self.package).from_import(bound, source, chain)
 
 
 Classes = functools.partial(Lookup, is_for_classes=True)

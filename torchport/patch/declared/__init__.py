@@ -58,9 +58,7 @@ class Equivalence(Frozen):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _from_yaml(cls, data: Any) -> Any:
-        """Returns the fields as pydantic needs them: `{"bitwise": True}` for the word `bitwise`; a mapping with one of
-        the other fields as it is. Raises ValueError otherwise.
-        """
+        """Returns `{"bitwise": True}` for the word `bitwise`, and a mapping with one of the other fields as it is."""
         if data == "bitwise":
             return {"bitwise": True}
         if isinstance(data, dict) and len(data) == 1 and "bitwise" not in data:
@@ -94,7 +92,7 @@ class Lifetime(Frozen):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _from_yaml(cls, data: Any) -> Any:
-        """Returns no fields for the word `run`, and a mapping as it is; raises ValueError for anything else."""
+        """Returns no fields for the word `run`, and a mapping as it is."""
         if data == "run":
             return {}
         if isinstance(data, dict) and data:

@@ -107,26 +107,18 @@ def _all_entries(root: Path) -> list[Entry]:
 
 
 def upstreams(folders: Folders) -> list[str]:
-    names = set()
-    for root in stack_of(folders):
-        if root.is_dir():
-            names.update(_upstreams(root))
-    return sorted(names)
+    return sorted({name for root in stack_of(folders) if root.is_dir() for name in _upstreams(root)})
 
 
 def _upstreams(root: Path) -> list[str]:
     """Returns the names of the upstreams with a folder in `root`; refuses a name that is no Python identifier."""
     names = sorted(f.name for f in root.iterdir() if f.is_dir() and not f.name.startswith((".", "_")))
     for name in names:
-        if not _is_word(name):
+        if not (name.isidentifier() and name.isascii()):
             plain = re.sub(r"\W", "_", name, flags=re.ASCII)
             remedy = f"Rename the folder to {plain if plain[0].isalpha() else f'up_{plain}'}"
             raise BadValueError(as_named(root / name), f"'{name}' is no name of an upstream", remedy)
     return names
-
-
-def _is_word(name: str) -> bool:
-    return name.isidentifier() and name.isascii()
 
 
 def _files(stack: Sequence[Path], names: Sequence[str]) -> list[Path]:
@@ -156,8 +148,7 @@ def _yaml_files(folder: Path) -> list[Path]:
 def _files_of(root: Path, name: str) -> list[Path]:
     """Returns the YAML files in `root` of `upstream` or `upstream/file`; refuses a name or link that leaves `root`."""
     upstream, slash, file = name.partition("/")
-    words = (upstream, file) if slash else (upstream,)
-    if not all(map(_is_word, words)):
+    if not all(word.isidentifier() and word.isascii() for word in name.split("/", 1)):
         if upstream in {f.name for f in root.iterdir()}:
             # Raises the error that says how to rename the folder.
             _upstreams(root)
@@ -233,8 +224,8 @@ class LockRow(Frozen):
     tree: str  #: The hash of its syntax tree.
     #: The short hashes of its arguments and statements: they tell what changed, without upstream's code.
     statements: str = ""
-    #: What the patch relies on, and all that this uses of its package: by module, each name in it with its short hash,
-    #: as `rotate_half:0c41d2aa`.
+    #: What the patch relies on, and all that this uses of its package: the short hash of each, by its name as
+    #: `up.m:rotate_half`. In the file by module, the names in it with their hashes: `rotate_half:0c41d2aa`.
     relies_on: dict[str, str] = {}
 
     def seen_at(self) -> dict[str, Any]:
@@ -279,6 +270,10 @@ def _lock(file: Path, shown: str, mtime_ns: int, size: int) -> dict[str, Locked]
     for locked in (validated(Locked, part) for part in _items(document)):
         # Of rows with the same tree, the file has the statements in the first alone.
         known = {row.tree: row.statements for row in reversed(locked.rows) if row.statements}
-        rows = [row.model_copy(update={"statements": known.get(row.tree, "")}) for row in locked.rows]
+        rows = []
+        for row in locked.rows:
+            parts = ((module, part.rpartition(":")) for module, text in row.relies_on.items() for part in text.split())
+            relies_on = {f"{module}:{path}": short_hash for module, (path, _, short_hash) in parts}
+            rows.append(row.model_copy(update={"statements": known.get(row.tree, ""), "relies_on": relies_on}))
         locks[locked.target] = locked.model_copy(update={"rows": rows})
     return locks

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-import hashlib
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -15,20 +16,17 @@ from torchport.files.folder import as_named
 from torchport.patch.declared import Entry
 
 
-class Explained:
+@dataclasses.dataclass(frozen=True)
+class Explained(contextlib.AbstractContextManager[object]):
     """A context that turns an exception of foreign code into an error of torchport's."""
 
-    def __init__(self, error: Callable[[BaseException], Exception | None]) -> None:
-        """Takes the function that returns the error to raise for an exception, or None to let the exception through."""
-        self._error = error
-
-    def __enter__(self) -> None:
-        return None
+    #: Returns the error to raise for an exception, or None to let the exception through.
+    error_for: Callable[[BaseException], Exception | None]
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
         # SystemExit, too: `sys.exit` in foreign code would end the process without a word.
         if isinstance(value, Exception | SystemExit) and not isinstance(value, TorchportError):
-            error = self._error(value)
+            error = self.error_for(value)
             if error is not None:
                 raise error from value
 
@@ -65,11 +63,8 @@ def no_such_name(entry: Entry, path: Path, name: str, known: Iterable[str]) -> R
 
 
 def module_of(path: Path, upstream: str, place: str, fact: str = "", **culprit: Any) -> types.ModuleType:
-    """Executes a Python file among the patches of an upstream, once for each content, and returns its module.
-
-    Args:
-        place: The place that names the file, for the error of a file that does not load.
-        fact: The beginning of that error's text; `culprit` gives the error's attributes.
+    """Executes a Python file among the patches of an upstream, once for each content, and returns its module. The error
+    of a file that does not load has the `place` that names the file, the attributes `culprit`, and begins with `fact`.
     """
 
     def does_not_load(error: BaseException) -> ReplacementError:
@@ -98,13 +93,6 @@ def _execute(path: Path, name: str, source: bytes) -> types.ModuleType:
             sys.modules[name] = previous
         raise
     return module
-
-
-def file_digest(entry: Entry) -> str:
-    """Returns the hash of the file that has an entry's function; an empty text for a stub."""
-    if entry.reference is None:
-        return ""
-    return hashlib.sha256(file_of(entry, entry.reference).read_bytes()).hexdigest()
 
 
 def load_all(entries: Iterable[Entry]) -> dict[str, Any]:

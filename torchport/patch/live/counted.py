@@ -251,18 +251,6 @@ class _Proxy:
     def __getattribute__(self, name: str) -> Any:
         return object.__getattribute__(self, name) if name in _OF_PROXY else getattr(_original(self), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(_original(self), name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(_original(self), name)
-
-    def __dir__(self) -> list[str]:
-        return dir(_original(self))
-
-    def __repr__(self) -> str:
-        return repr(_original(self))
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return call_of(self)(*args, **kwargs)
 
@@ -293,7 +281,7 @@ def proxy(original: Any, call: Callable[..., Any], name: str | None) -> _Proxy:
 @functools.cache
 def _class_of(kind: type) -> type[_Proxy]:
     """Returns a class for proxies of a type: Python looks in the class for special methods, as `__len__`, `__get__`."""
-    excluded = {*dir(_Proxy), "__class_getitem__", "__init_subclass__", "__subclasshook__"}
+    excluded = {*dir(_Proxy), "__class_getitem__"} - {"__setattr__", "__delattr__", "__dir__", "__repr__"}
     special = {name: getattr(kind, name, None) for name in dir(kind) if name.startswith("__") and name.endswith("__")}
     methods = {n: _forwarded(method) for n, method in special.items() if callable(method) and n not in excluded}
     method = inspect.getattr_static(kind, "__call__", None)

@@ -130,9 +130,7 @@ def thaw() -> None:
 def referrers_of(objects: list[Any]) -> list[Any]:
     """Returns what refers to objects, without their list, and without the tuple that Python 3.13 makes of arguments."""
     arguments = tuple(objects)
-    return [
-        referrer for referrer in gc.get_referrers(*arguments) if referrer is not objects and referrer is not arguments
-    ]
+    return [r for r in gc.get_referrers(*arguments) if r is not objects and r is not arguments]
 
 
 class Referrers:

@@ -7,6 +7,7 @@ the registry.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.abc
 import sys
 import types
@@ -34,16 +35,17 @@ class _Finder(importlib.abc.MetaPathFinder):
             spec: ModuleSpec | None = find(name, path, target) if find else None
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = (_Loader if hasattr(spec.loader, "exec_module") else _OldLoader)(spec.loader)
+                    around: Any = _Loader if hasattr(spec.loader, "exec_module") else _OldLoader
+                    spec.loader = around(spec.loader)
                 return spec
         return None
 
 
-class _Around(importlib.abc.Loader):
+@dataclasses.dataclass(eq=False)
+class _Around:
     """A loader around a module's own loader, with the attributes of both."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    _loader: Any
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -51,9 +53,6 @@ class _Around(importlib.abc.Loader):
 
 class _Loader(_Around):
     """Runs the callbacks around a module's own loader, which is put back before the module's code can look at it."""
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
-        return self._loader.create_module(spec)  # type: ignore[no-any-return]
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Runs a module's code by its own loader, between the callbacks for before and after its import."""

@@ -54,22 +54,18 @@ class Slot:
 
 def locate(entry: Entry, module: types.ModuleType) -> Slot:
     """Returns the slot that an entry's target names; refuses a name that is not there."""
-    holder: Any = module
     path: list[Any] = [module]
     for depth, name in enumerate(entry.path):
-        raw, in_holder = _find(holder, name)
+        raw, in_holder = _find(path[-1], name)
         if raw is ABSENT:
             walked = entry.module + ":" + ".".join(entry.path[:depth]) if depth else entry.module
-            known = [key for key in getattr(holder, "__dict__", {}) if not key.startswith("__")]
+            known = [key for key in getattr(path[-1], "__dict__", {}) if not key.startswith("__")]
             fact, remedy = f"'{entry.id}' finds no '{name}' in {walked}", nearest(name, known)
             if len(remedy) > 200:
                 remedy = "Look the target up in the upstream that is installed"
             raise TargetError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
-        if depth == len(entry.path) - 1:
-            return Slot(holder, name, raw, in_holder, tuple(path))
-        holder = raw
         path.append(raw)
-    raise AssertionError("a target has at least one name")
+    return Slot(path[-2], name, raw, in_holder, tuple(path[:-1]))
 
 
 def check_scope(entry: Entry, slot: Slot) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -17,6 +17,7 @@ from torchport.source import parsing
 from torchport.source.bindings import (
     BY_NAME,
     POSITIONAL,
+    STARRED,
     Binding,
     Function,
     binding_at,
@@ -43,22 +44,14 @@ def statement_of(entry: Entry) -> ast.stmt | None:
     return source.where(entry.path).node if source else None
 
 
-def is_imported(entry: Entry) -> bool | None:
-    """Returns whether an entry's target is a name that its module imports; None if the source does not say."""
-    node = statement_of(entry)
-    return None if node is None else isinstance(node, (ast.Import, ast.ImportFrom))
-
-
 UNKNOWN: Any = object()
 """The placeholder for a function or class of which the file, unless it is run, does not say how it is called."""
 
 
 def parsed(entry: Entry, reference: str) -> Any:
-    """Returns a placeholder for the function or class that a `file.py:name` names; the file is not executed.
-
-    Returns:
-        A class for a class; a function that has the written signature for a function; UNKNOWN where the file does not
-        say what it is: an assignment, an import, a decorator that may change the signature.
+    """Returns a placeholder for the function or class that a `file.py:name` names; the file is not executed. It is a
+    class, or a function that has the written signature; UNKNOWN where the file does not say what it is: an assignment,
+    an import, a decorator that may change the signature.
     """
     path, name = file_of(entry, reference), reference.partition(":")[2]
     tree = tree_of(path)
@@ -127,11 +120,8 @@ def walks_out(entry: Entry, name: str, home: str) -> ScopeError:
 
 
 def _no_such_name(entry: Entry, source: SourceFile, binding: Binding) -> TargetError:
-    body: Sequence[ast.stmt] = source.tree.body
-    if binding.depth:
-        holder = source.where(entry.path[: binding.depth]).node
-        body = getattr(holder, "body", [])
-    known = [node.name for node in definitions(body)]
+    holder = source.where(entry.path[: binding.depth]).node if binding.depth else source.tree
+    known = [node.name for node in definitions(getattr(holder, "body", []))]
     name = entry.path[binding.depth]
     fact = f"'{entry.id}' finds no '{name}' in {source.shown}"
     remedy = nearest(name, known)
@@ -184,13 +174,10 @@ def _check_rewrite(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any
     if not isinstance(node, Function):
         return
 
-    def find(tree: ast.Module) -> Function:  # edits keep the line numbers
-        functions = (inner for inner in ast.walk(tree) if isinstance(inner, Function))
-        return next(inner for inner in functions if (inner.name, inner.lineno) == (node.name, node.lineno))
-
     text = texts.get(entry.module, source.text)
+    site = node.name, rewriting.first_line(node), source.file  # edits keep the line numbers
     parameters = rewriting.parameters(entry, loaded)
-    texts[entry.module] = rewriting.edit(entry, text, node.lineno, find, parameters, home=source.text).text
+    texts[entry.module] = rewriting.edit(entry, text, site, parameters, home=source.text).text
 
 
 def live_signature(function: Any) -> Signature | None:
@@ -234,23 +221,21 @@ def _lacking(target: Signature, ours: Signature, method: bool) -> str | None:
     positional = [parameter for parameter in mine if parameter.kind in POSITIONAL]
     # The replacement's parameters that take a parameter of the target.
     used: set[str] = set()
+    lacks: list[str | None] = []
     for index, parameter in enumerate(p for p in theirs if p.kind in POSITIONAL):
         match = positional[index] if index < len(positional) else None
         never_named = (method and index == 0) or parameter.kind is Parameter.POSITIONAL_ONLY
-        problem = _positional_lack(parameter, match, ours, kinds, never_named)
-        if problem:
-            return problem
+        lacks.append(_positional_lack(parameter, match, ours, kinds, never_named))
         used.add(match.name if match else parameter.name)
     for parameter in (p for p in theirs if p.kind is Parameter.KEYWORD_ONLY):
-        problem = _named_lack(parameter, ours, kinds)
-        if problem:
-            return problem
+        lacks.append(_named_lack(parameter, ours, kinds))
         used.add(parameter.name)
     for kind, mark in ((Parameter.VAR_POSITIONAL, "*args"), (Parameter.VAR_KEYWORD, "**kwargs")):
         if any(p.kind is kind for p in theirs) and kind not in kinds:
-            return f"does not take {mark}"
-    required = (p for p in mine if p.kind in (*POSITIONAL, Parameter.KEYWORD_ONLY) and p.default is Parameter.empty)
-    return next((f"asks for '{p.name}'" for p in required if p.name not in used), None)
+            lacks.append(f"does not take {mark}")
+    required = (p for p in mine if p.kind not in STARRED and p.default is Parameter.empty)
+    lacks += [f"asks for '{p.name}'" for p in required if p.name not in used]
+    return next(filter(None, lacks), None)
 
 
 def _positional_lack(

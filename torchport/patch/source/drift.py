@@ -42,7 +42,7 @@ def current_row(entry: Entry) -> LockRow | None:
             signature=written,
             tree=_hash("".join(_plain_text(node)), 16),
             statements=" ".join(part.key for part in parts(node)),
-            relies_on=_by_module({name: key for name, (key, _) in _callees(entry).items()}),
+            relies_on={name: key for name, (key, _) in _callees(entry).items()},
         )
 
 
@@ -59,21 +59,6 @@ def _with_versions(row: LockRow, entry: Entry, revision: Callable[[Path], git.Re
     return row.model_copy(update={"versions": {name: version or "unknown" for name, version in versions.items()}})
 
 
-def _by_module(keys: dict[str, str]) -> dict[str, str]:
-    """Returns hashes as a lock file has them: `{"up:f": "0c41", "up:g": "77aa"}` -> `{"up": "f:0c41 g:77aa"}`."""
-    result: dict[str, str] = {}
-    for name, key in sorted(keys.items()):
-        module, _, path = name.partition(":")
-        result[module] = f"{result[module]} {path}:{key}" if module in result else f"{path}:{key}"
-    return result
-
-
-def _hashes(row: LockRow) -> dict[str, str]:
-    """Returns the hashes that a row relies on: `{"up": "f:0c41 g:77aa"}` -> `{"up:f": "0c41", "up:g": "77aa"}`."""
-    parts = ((module, part.rpartition(":")) for module, text in row.relies_on.items() for part in text.split())
-    return {f"{module}:{path}": short_hash for module, (path, _, short_hash) in parts}
-
-
 def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     """Returns the definitions that an entry relies on, by `module:path`: the short hash, and in words the place and the
     reason. A replacement relies on all that its target uses, as it does the target's work; but plumbing does not.
@@ -83,14 +68,14 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
         place, why = definition(home_of(target)), "which it relies on"
         result[target] = _hash_in_words(target, *place, why) if place else (_GONE, f", {why},")
     replaced = [entry.target] if entry.kind == "replace" and not entry.plumbing else []
-    for name, callee in callees([*replaced, *sorted(entry.relies_on)]).items():
-        result[name] = _hash_in_words(name, callee.source, callee.node, f"which {callee.through} uses")
+    for name, (source, node, user) in callees([*replaced, *sorted(entry.relies_on)]).items():
+        result[name] = _hash_in_words(name, source, node, f"which {user} uses")
     # The target's source is in `LockRow.tree`. Here is only the hash of the definitions that its names lead to.
     result.pop(entry.target, None)
     used = uses(home_of(entry.target)) if replaced else []
-    source, node = source_of(entry), statement_of(entry)
-    if used and source is not None and node is not None:
-        where = f" ({source.shown}:{node.lineno}), by what its names lead to,"
+    home, statement = source_of(entry), statement_of(entry)
+    if used and home is not None and statement is not None:
+        where = f" ({home.shown}:{statement.lineno}), by what its names lead to,"
         result[entry.target] = _hash("\0".join(used), 8), where
     return result
 
@@ -124,7 +109,7 @@ def check(entry: Entry) -> str:
 
     def likeness(row: LockRow) -> tuple[float, int]:
         """Returns how much a row is like the source now: the ratio of equal statements, and the equal callees."""
-        same = _hashes(row).items() & _hashes(fresh).items()
+        same = row.relies_on.items() & fresh.relies_on.items()
         return difflib.SequenceMatcher(None, row.statements.split(), fresh.statements.split()).ratio(), len(same)
 
     row = max(locked.rows, key=likeness)
@@ -133,7 +118,7 @@ def check(entry: Entry) -> str:
 
 def _same(row: LockRow, fresh: LockRow) -> bool:
     """Returns whether a lock row has the signature, tree and callees of the source now; it may have more callees."""
-    relied = _hashes(fresh).items() <= _hashes(row).items()
+    relied = fresh.relies_on.items() <= row.relies_on.items()
     return relied and (row.signature, row.tree) == (fresh.signature, fresh.tree)
 
 
@@ -142,7 +127,7 @@ def _differences(entry: Entry, row: LockRow, fresh: LockRow) -> list[str]:
     lines = []
     if row.signature != fresh.signature:
         lines.append(f"its signature was {row.signature}, is {fresh.signature}")
-    changed, new, before = [], [], _hashes(row)
+    changed, new, before = [], [], row.relies_on
     for name, (key, words) in _callees(entry).items():
         if name == entry.target and row.tree != fresh.tree:
             continue  # `changes` says what its own statements are now
@@ -175,10 +160,8 @@ def _refusal(entry: Entry, locked: Locked, difference: str) -> DriftError:
 
 def lock(entries: Sequence[Entry], write: bool = True) -> list[str]:
     """Records upstream's source of today as reviewed: writes the lock file of each folder of `entries`, if `write`. A
-    target of which `entries` have no entry is dropped from the file.
-
-    Returns:
-        A line for each target that is new, changed or dropped; empty if the lock files need no change.
+    target of which `entries` have no entry is dropped from the file. Returns a line for each target that is new,
+    changed or dropped.
     """
     changed: list[str] = []
     for entry in entries:
@@ -235,8 +218,8 @@ def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
             continue
         # Several entries may have one target: its row gets the callees of all.
         earlier = current.get(entry.target)
-        relied = {**(_hashes(earlier) if earlier else {}), **_hashes(fresh)}
-        fresh = _with_versions(fresh.model_copy(update={"relies_on": _by_module(relied)}), entry, revision)
+        relied = {**(earlier.relies_on if earlier else {}), **fresh.relies_on}
+        fresh = _with_versions(fresh.model_copy(update={"relies_on": relied}), entry, revision)
         current[entry.target] = fresh
         old = before[entry.target].rows if entry.target in before else []
         after[entry.target] = Locked(target=entry.target, rows=_rows(old, fresh))
@@ -298,9 +281,13 @@ def _yaml(locked: Iterable[Locked]) -> str:
             if row.tree not in written:
                 out.append(f'      statements: "{row.statements}"')
             written.add(row.tree)
-            if row.relies_on:
+            by_module: dict[str, list[str]] = {}
+            for name, key in sorted(row.relies_on.items()):
+                module, _, path = name.partition(":")
+                by_module.setdefault(module, []).append(f"{path}:{key}")
+            if by_module:
                 out.append("      relies_on:")
-                out += [f'        {module}: "{keys}"' for module, keys in sorted(row.relies_on.items())]
+                out += [f'        {module}: "{" ".join(keys)}"' for module, keys in sorted(by_module.items())]
     return "\n".join(out) + "\n"
 
 
@@ -361,9 +348,8 @@ def parts(node: ast.stmt) -> Iterator[HashedPart]:
 
 def _without_docstring(node: ast.AST, block: list[ast.stmt]) -> list[ast.stmt]:
     """Returns the statements of a block; of the body of the definition `node` those after its docstring."""
-    first = block[0] if block and isinstance(node, DEFINITIONS) else None
-    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    return block[1:] if is_text and isinstance(first.value.value, str) else block  # type: ignore[union-attr]
+    has_docstring = isinstance(node, DEFINITIONS) and ast.get_docstring(node, clean=False) is not None
+    return block[1:] if has_docstring else block
 
 
 def _plain_text(node: object, blocks: bool = True) -> Iterator[str]:

@@ -149,14 +149,18 @@ def _proposed(source: SourceFile, spot: _Spot, line: int, why: str, file: str) -
     }
     local = arguments(spot.function) | names_bound(spot.function.body)
     parameters = sorted(exposed([spot.statement])[0] & local)
+    site = spot.function.name, rewriting.first_line(spot.function), source.file
     for change in _rewrites(spot, f"{file}.py:{name}"):
         candidate = {**fields, "rewrite": change}
-        if _can_rewrite(candidate, home, source.text, line, parameters):
-            gives = change.get("gives", sorted(names_bound([spot.statement])))
-            returns = "what the statement returns" if isinstance(spot.statement, ast.Return) else ", ".join(gives)
-            write = f"{name}({', '.join(parameters)}){f', which returns {returns},' if returns else ''}"
-            text, names = written(candidate, home), f"{home}/{file}"
-            return Proposal(text, names, write, fields=candidate, parameters=parameters, gives=returns)
+        try:
+            rewriting.edit(entry_of(candidate, home), source.text, site, parameters)  # a trial: its result is not used
+        except (RewriteError, ConflictError):
+            continue
+        gives = change.get("gives", sorted(names_bound([spot.statement])))
+        returns = "what the statement returns" if isinstance(spot.statement, ast.Return) else ", ".join(gives)
+        write = f"{name}({', '.join(parameters)}){f', which returns {returns},' if returns else ''}"
+        text, names = written(candidate, home), f"{home}/{file}"
+        return Proposal(text, names, write, fields=candidate, parameters=parameters, gives=returns)
     write = f"{name}({ast.unparse(spot.function.args)}), which does what the function does,"
     replaced = {**fields, "replace": f"{file}.py:{name}"}
     return Proposal(written(replaced, home), f"{home}/{file}", write, replaced)
@@ -193,10 +197,7 @@ def _spot(tree: ast.Module, line: int) -> _Spot | None:
             break
         body = inside.body
     spots = [spot for spot in _spots(tuple(names), inside) if _covers(spot.statement, line)]
-    for spot in spots:
-        if spot.statement.lineno == line:
-            return spot
-    return spots[-1] if spots else None
+    return next((spot for spot in spots if spot.statement.lineno == line), spots[-1] if spots else None)
 
 
 def _spots(names: tuple[str, ...], function: Function) -> list[_Spot]:
@@ -223,10 +224,9 @@ def _rewrites(spot: _Spot, function: str) -> Iterator[dict[str, Any]]:
     """Yields the `rewrite` fields that replace a statement by a call, the most readable `match` first."""
     inside = names_bound([spot.statement])
     after = sorted(read_after(spot.function, spot.chain, spot.block, spot.index + 1) & inside)
+    gives = {"gives": after} if len(inside) > 1 else {}
     for match in _matches(spot.statement):
-        change: dict[str, Any] = {"match": match, "put": function}
-        if len(inside) > 1:
-            change["gives"] = after
+        change = {"match": match, "put": function, **gives}
         times = len(list(runs(spot.function, statements(match))))
         yield change if times == 1 else {**change, "times": times}
 
@@ -237,26 +237,11 @@ def _matches(node: ast.stmt) -> Iterator[str]:
     if len(text.splitlines()) <= LONGEST:
         yield text
     hollow = copy.deepcopy(node)
-    holes = [block for block in inner_blocks(hollow) if block]
-    # Each block is a list inside `hollow`.
-    for number, block in enumerate(holes):
+    holes = inner_blocks(hollow)
+    for number, block in enumerate(holes):  # each is a list inside `hollow`
         block[:] = [ast.Expr(ast.Name(f"_torchport_hole_{number}"))]
     if holes:
         yield re.sub(r"_torchport_hole_(\d+)", r"$...block\1", ast.unparse(ast.fix_missing_locations(hollow)))
-
-
-def _can_rewrite(fields: Mapping[str, Any], home: str, text: str, line: int, parameters: Sequence[str]) -> bool:
-    def find(tree: ast.Module) -> Function:
-        spot = _spot(tree, line)
-        assert spot is not None
-        return spot.function
-
-    entry = entry_of(fields, home)
-    try:
-        rewriting.edit(entry, text, line, find, parameters)  # a trial: its result is not used
-    except (RewriteError, ConflictError):
-        return False
-    return True
 
 
 def slug(text: str) -> str:
