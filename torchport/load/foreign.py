@@ -56,14 +56,12 @@ def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> I
     """
     try:
         yield
-    except refusals() as error:
-        if isinstance(error, ModuleNotFoundError) or is_cuda(error):
+    except BaseException as error:
+        is_of_machine = isinstance(error, ModuleNotFoundError) or is_cuda(error)
+        # tokenizers raises the bare class Exception.
+        if is_of_machine or not (isinstance(error, refusals()) or type(error) is Exception):
             raise
         raise kind(place, f"{fact}: {brief(error)}", remedy) from error
-    except BaseException as error:
-        if type(error) is Exception:  # tokenizers raises the bare class
-            raise kind(place, f"{fact}: {brief(error)}", remedy) from error
-        raise
 
 
 @contextlib.contextmanager
@@ -120,9 +118,7 @@ def unlike_defaults(cls: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """Whether a value of JSON has a default's type: a truth value, a number, text, or a list of such. A number is
-    finite, unless the default is the same infinity.
-    """
+    """Whether a value of JSON has a default's type: a truth value, a finite number, a text, or a list of such."""
     if isinstance(default, bool):
         return isinstance(value, bool)
     if isinstance(default, int | float):
