@@ -145,9 +145,7 @@ def frames_of(causes: Sequence[BaseException], owners: Owners) -> list[Frame]:
 
 
 def culprit(error: BaseException, frames: Sequence[Frame]) -> Frame | None:
-    """Returns the frame whose code is at fault: the innermost of upstream, a family, a patch or a script. Returns None
-    if the fault is torchport's or a library's.
-    """
+    """Returns the innermost frame that a port can change; None if torchport or a library is at fault."""
     if is_absence(error):  # whoever imports the absent package is at fault, a library, too
         # Our import hook lies between an import and its error.
         frames = [frame for frame in frames if not frame.module.startswith("torchport.patch.live")]

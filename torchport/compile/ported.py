@@ -43,6 +43,9 @@ class Ported(torch.nn.Module):
         attention: The implementation of attention; None: the platform's.
     """
 
+    device = torch.device("cpu")
+    """Where its inputs and outputs are: on the host."""
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -67,11 +70,6 @@ class Ported(torch.nn.Module):
         self._state = state.State(module, module_rules.name)
         self.training = False
         vars(self)["original"] = module  # no submodule: `to` and `state_dict` would find parameters without values
-
-    @property
-    def device(self) -> torch.device:
-        """Where its inputs and outputs are: on the host."""
-        return torch.device("cpu")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["original"], name)
@@ -113,9 +111,7 @@ class Ported(torch.nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the module's output for these arguments, on the host, from the compiled program; refuses arguments
-        that are neither tensors nor constants.
-        """
+        """Returns the module's output on the host; refuses arguments that are neither tensors nor constants."""
         with _lock:
             return self._call(args, kwargs)
 
@@ -239,9 +235,7 @@ class Ported(torch.nn.Module):
         return ((*outputs, *(tensors[n] for n in effects.written), *(buffer for *_, buffer in rebound)),)
 
     def _traced_inputs(self, snapshot: state.Snapshot, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Returns the traced tensors of a snapshot's inputs, with the strides and attributes of the host's.
-        Inputs that are the same tensor, or views of another input, are so among the traced tensors, too.
-        """
+        """Returns a snapshot's traced inputs, with strides, attributes and shared memory as the host's tensors."""
         tensors = [
             inputs[name] if tensor.is_contiguous() else engine.with_strides(inputs[name], tensor.stride())
             for name, tensor in snapshot.inputs.items()

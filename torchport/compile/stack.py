@@ -229,12 +229,7 @@ class Stacked(torch.nn.Module):
         return outputs if len(self.carries) > 1 or self.returns_tuple else outputs[0]
 
     def _scanned(self, carry: Tensors, calls: Sequence[_Call], blocks: range, written: set[int]) -> Tensors:
-        """Returns the last output of successive blocks, by one scan over them. Their calls are alike.
-
-        Args:
-            carry: The inputs of the first of these blocks.
-            written: Gets the numbers of the carries that a block writes to.
-        """
+        """Returns the last output of blocks whose calls are alike; `written` gets the numbers of written carries."""
         weights = dict(self.block.named_parameters()) | dict(self.block.named_buffers())
         leaves = calls[0].leaves
         tensors = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
@@ -268,13 +263,9 @@ class Stacked(torch.nn.Module):
         layer: Mapping[str, torch.Tensor],
         given: Mapping[int, torch.Tensor],
     ) -> Tensors:
-        """Runs one block in PyTorch, and returns the next carry. A scan traces this once for all its blocks.
-
-        Args:
-            call: The call of the first of these blocks, with the arguments that are no tensors.
-            written: Gets the numbers of the carries that the block writes to.
-            layer: The block's weights, by name.
-            given: The block's tensors among its arguments, by their number in `call.leaves`.
+        """Runs one block in PyTorch, and returns the next carry. A scan traces this once for all its blocks. `call` is
+        that of the first block, `layer` has the weights by name, and `given` the tensors by their number in
+        `call.leaves`. `written` gets the numbers of the carries that the block writes to.
         """
         # By one deepcopy, so that an object that two arguments share stays shared.
         leaves = {id(leaf): given.get(number, leaf) for number, leaf in enumerate(call.leaves)}
@@ -371,9 +362,7 @@ def _plain_attribute(stacked: Stacked, name: str) -> Any:
 
 
 class _StackedList(torch.nn.ModuleList):
-    """A `ModuleList` in which upstream's loop sees all blocks. Stacked blocks before the last are `_Block`s, which note
-    their calls, and the last is the `Stacked`, which runs them all.
-    """
+    """A `ModuleList` of all blocks for upstream's loop: `_Block`s, which note calls, and the `Stacked` at last."""
 
     def _items(self) -> list[Any]:
         items: list[Any] = []

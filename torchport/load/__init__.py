@@ -49,9 +49,7 @@ def reads_config(component: Component) -> bool:
 
 
 def records_config(component: Component, folder: Path) -> bool:
-    """Whether a component of a checkpoint is built from the `config.json` in its folder. Modules of transformers are
-    built from it, too, unless the card says how to build them.
-    """
+    """Whether a component is built from its folder's `config.json`: the card may say how to build it instead."""
     is_transformers = not component.published and hasattr(class_of(component.class_), "config_class")
     in_card = component.build is not None or component.file is not None
     return reads_config(component) or (is_transformers and not in_card and (folder / "config.json").is_file())

@@ -26,9 +26,7 @@ MOMENTUM = "momentum"
 
 
 def guider(from_checkpoint: Any, settings: Settings, place: str = "guider") -> Any:
-    """Returns the guider of a run, with the job's scale: the class that the job names, or else the checkpoint's object.
-    Refuses a class that does more than to combine two predictions.
-    """
+    """Returns the guider of a run, with the job's scale; refuses a class that does more than combine predictions."""
     if settings.guider is None:
         return from_checkpoint.new(**{SCALE: settings.guidance_scale})
     from diffusers import guiders
