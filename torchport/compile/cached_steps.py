@@ -46,7 +46,8 @@ def with_cache(how: How, cache: StepCache, name: str, place: str) -> How:
 
     def call(module: torch.nn.Module, **inputs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Calls the network. Its input `MODE` is `full` or `reuse`; `KEPT` has the values to reuse."""
-        mode, old = inputs.pop(MODE, "full"), inputs.pop(KEPT, ())
+        mode = inputs.pop(MODE, "full")
+        old = inputs.pop(KEPT, ())
         blocks = [part for part in module.modules() if isinstance(part, stack.Stacked)]
         if not blocks:
             fact = f"A step cache reuses what stacked blocks compute, and '{name}' has none"

@@ -368,7 +368,8 @@ def are_alike(left: Any, right: Any, pairs: set[tuple[int, int]]) -> bool:
     if not is_node(left) or (isinstance(left, types.FunctionType) and left.__code__ != right.__code__):
         return Opaque(left) == Opaque(right)
     pairs.add((id(left), id(right)))
-    left_parts, right_parts = parts(left), parts(right)
+    left_parts = parts(left)
+    right_parts = parts(right)
     if [*left_parts] != [*right_parts]:
         return False
     return all(are_alike(value, right_parts[part], pairs) for part, value in left_parts.items())

@@ -148,7 +148,8 @@ def write_tiny(task: Task) -> Path:
     card, family = task.card, task.family
     arrange = family.arrange_tiny
     if arrange is None and card.pipeline is None:
-        names, variants = card.components, family.VARIANTS or (None,)
+        names = card.components
+        variants = family.VARIANTS or (None,)
         layouts = {variant: {name: layout(task, name, variant) for name in names} for variant in variants}
         arrange = functools.partial(tiny.save_in_layouts, card, layouts)
     makers = {name: maker(task, name) for name in card.components}
@@ -275,13 +276,15 @@ def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str,
     component = str(stage.network)
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
     written = of_task(task, component)
-    rules, places = written.as_written.weights, written.places("weights")
+    rules = written.as_written.weights
+    places = written.places("weights")
     if stage.without:
         left_out = [name for name, _ in outline(task, component).named_parameters() if is_left_out(stage, name)]
         used, used_elsewhere = shard.firsts(rules, shapes), shard.firsts(rules, left_out)
         # A rule that is used nowhere stays: `match` refuses it.
         numbers = [n for n in range(len(rules)) if n in used or n not in used_elsewhere]
-        rules, places = [rules[n] for n in numbers], [places[n] for n in numbers]
+        rules = [rules[n] for n in numbers]
+        places = [places[n] for n in numbers]
     return shard.match(rules, shapes, task.job.mesh, written.place("weights"), places)
 
 
@@ -350,14 +353,17 @@ def compiled(
         trace: The patches under which it is traced; None: it is not checked that they stay the same.
         record: Is called with each call of attention while it is traced; see `dispatch.Context`.
     """
-    name, rules = str(stage.network), of_task(task, str(stage.network))
+    name = str(stage.network)
+    rules = of_task(task, str(stage.network))
     bounds = _score_bounds(rules, weights)
     jit = task.request.execution.jit
     cache = step_cache_of(task, stage)
     # Without jit operators run one by one, to find NaN. A stack would be one scan, which hides values in its blocks.
     stacks = rules.as_written.stacks if task.job.stacked and jit else {}
     call = how(stage, task)
-    outputs, keeps, free = stage.outputs, stage.keeps, frozenset[str]()
+    outputs = stage.outputs
+    keeps = stage.keeps
+    free = frozenset[str]()
     if cache is not None:
         stacks = cached_steps.stacks(cache, stacks)
         call = cached_steps.with_cache(call, cache, name, rules.place("stacks"))

@@ -90,7 +90,8 @@ class Ported(torch.nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the weights and buffers by name, gathered on the host; those of stacked blocks are stacked."""
-        weights, module = self.compiled.weights, self.original
+        weights = self.compiled.weights
+        module = self.original
         on_host = module.state_dict(keep_vars=True)
         # A layer may have several names; `weights` has the first. The names of stacked weights are not the module's.
         firsts = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
@@ -197,7 +198,8 @@ class Ported(torch.nn.Module):
         """Traces the module's forward for the call in `_traced_call`, and notes its effects: the network's `how`. It
         returns outputs that are no views, then the new values of written inputs, then the new values of buffers.
         """
-        call, snapshot = inputs.pop(CALL), _traced_call.get()
+        call = inputs.pop(CALL)
+        snapshot = _traced_call.get()
         _, _, keywords, given_names, _ = call
         tensors = self._traced_inputs(snapshot, inputs)
         forms = [(tensor.shape, tensor.stride()) for tensor in tensors]

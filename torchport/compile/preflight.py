@@ -163,7 +163,8 @@ def _tensor_bytes(task: Task, stage: family.Stage) -> int:
     A denoising step holds the latents, the prediction and the new latents. Decoding holds the VAE's output beside the
     frames made from it. The video file is encoded one frame at a time.
     """
-    last, settings = task.family.STAGES[-1], task.settings
+    last = task.family.STAGES[-1]
+    settings = task.settings
     if stage.name == "decode":
         dtype = settings.dtypes.get(str(stage.network), torch.float32)
         video = 3 * settings.frames * settings.height * settings.width  # 3 colours
@@ -218,9 +219,11 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
 
 def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall]) -> list[dict[str, Rule]]:
     """Returns the rule of every input, for each call; refuses unused rules, and a batch left whole under `dp`."""
-    rules, mesh = of_task(task, component), task.job.mesh
+    rules = of_task(task, component)
+    mesh = task.job.mesh
     ways, batch = mesh.get("dp", 1), task.family.batch(task.settings.guidance_scale)
-    place, places = rules.place("inputs"), rules.places("inputs")
+    place = rules.place("inputs")
+    places = rules.places("inputs")
     names = [k for call in calls for k in (*call.tensors, *call.kept)]
     shard.check_alive(rules.inputs, names, place, places)
     rules_by_call = []

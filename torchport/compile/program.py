@@ -414,7 +414,8 @@ class Compiled:
         """Returns the sharding of an input by its rule, which is looked up once for each shape."""
         key = path, tuple(tensor.shape)
         if key not in self.shardings:
-            mesh, place = dict(self.mesh.shape), self.network.place
+            mesh = dict(self.mesh.shape)
+            place = self.network.place
             rule = shard.input_rule(self.network.inputs, path, key[1], mesh, place, self.network.name)
             self.shardings[key] = shard.sharding(rule, self.mesh)
         return self.shardings[key]

@@ -98,7 +98,8 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
         operators=card.operators,
     )
     bounds = {name: bound for name, bound in card.score_bounds.items() if bound.component == component}
-    path, rule_key = ["strategies", strategy], card.rule_key(component)
+    path = ["strategies", strategy]
+    rule_key = card.rule_key(component)
     divides = {axis: key for axis, key in chosen.divides.items() if key.partition(".")[0] == rule_key}
     return Rules(component, written, document, path, rule_key, bounds, divides, extra=extra, base=chosen.like)
 

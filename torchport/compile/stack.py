@@ -457,7 +457,8 @@ def weights(arrays: dict[str, Any], stacks: Mapping[str, Stack], counts: Mapping
 
 def _check_alike(first: torch.nn.Module, other: torch.nn.Module, name: str, place: str) -> None:
     """Refuses a block that differs from the first in anything but the values of its weights."""
-    firsts, others = dict(first.named_modules()), dict(other.named_modules())
+    firsts = dict(first.named_modules())
+    others = dict(other.named_modules())
     pairs = {(id(firsts[path]), id(others[path])) for path in firsts.keys() & others.keys()}
     for path in {**firsts, **others}:
         if type(firsts.get(path)) is not type(others.get(path)):
@@ -479,7 +480,8 @@ def _difference(first: torch.nn.Module, other: torch.nn.Module, pairs: set[tuple
         ]
         if tensors[0] != tensors[1]:
             return f"its weights, {tensors[1]}"
-    firsts, others = _settings(first), _settings(other)
+    firsts = _settings(first)
+    others = _settings(other)
     for key in {**firsts, **others}:
         if key not in firsts or key not in others or not graph.are_alike(firsts[key], others[key], pairs):
             return f"'{key}', {reprlib.repr(firsts.get(key))} there and {reprlib.repr(others.get(key))} here"

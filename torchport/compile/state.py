@@ -365,7 +365,8 @@ class State:
             self._note(thing, terms, values)
         for number, terms in effects.changed.items():
             node = before.nodes[number]
-            old, parts = node.terms, node.parts
+            old = node.terms
+            parts = node.parts
             self.fill(node.thing, {p: parts[p] if old.get(p) == t else value_of(t, values) for p, t in terms.items()})
             self._note(node.thing, terms, values)
         for number, value in effects.tables.items():
@@ -409,7 +410,8 @@ class State:
         if not self._is_submodule(node):
             graph.fill(node, new)
             return
-        attributes, buffers = vars(node), node._buffers
+        attributes = vars(node)
+        buffers = node._buffers
         graph.fill_slots(node, new)
         for kind, name in self.parts(node):  # of the other kinds, submodules and hooks, nothing is changed
             if (kind, name) not in new and kind == "attribute":
@@ -565,7 +567,8 @@ def _new_tables(before: Snapshot, after: Snapshot) -> tuple[dict[int, torch.Tens
     another: its number, and size, strides and offset in it. New tables that share memory become parts of one more
     table, which has all of that memory.
     """
-    count, marks = len(before.tables), dict(enumerate(before.marks))
+    count = len(before.tables)
+    marks = dict(enumerate(before.marks))
     new = {n: table for n, table in enumerate(after.tables) if marks.get(n) != after.marks[n]}
     parts: dict[int, tuple[int, tuple[Any, ...]]] = {}
     if len(after.tables) == count:

@@ -165,7 +165,8 @@ def _check_config(cls: Any, folder: Path) -> None:
     """Refuses a `config.json` of another class, with too many layers, other weight files, or dtypes that round."""
     file = folder / "config.json"
     config = checkpoint.read_json(file)
-    expected, model_type = cls.config_class.model_type, config.get("model_type")
+    expected = cls.config_class.model_type
+    model_type = config.get("model_type")
     if model_type != expected:
         fact, remedy = f"'model_type' is {model_type!r}", f"It must be '{expected}': name a checkpoint of this model"
         raise CheckpointForeignError(str(file), fact, remedy)
@@ -213,7 +214,8 @@ def _check_part(class_path: str, folder: Path) -> None:
     """Refuses a tokenizer, scheduler or other part without weights whose files are missing, or of another class."""
     if not folder.is_dir():
         raise CheckpointMissingError(str(folder), "The folder is missing", checkpoint.WHOLE)
-    cls, files = class_of(class_path), sorted(folder.glob("*.json"))
+    cls = class_of(class_path)
+    files = sorted(folder.glob("*.json"))
     if not hasattr(cls, "from_pretrained"):
         remedy = "Give its component a 'dtype' if it has weights, or make it in the stage's 'load'"
         raise BadValueError(str(folder), f"{cls.__name__} has no 'from_pretrained'", remedy)

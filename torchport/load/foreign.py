@@ -112,7 +112,8 @@ def check_values(cls: Any, file: Path, config: Mapping[str, Any]) -> None:
 def unlike_defaults(cls: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields name, value and default of each argument of a class that is of another type than its default."""
     for key, parameter in inspect.signature(cls.__init__).parameters.items():
-        value, default = arguments.get(key), parameter.default
+        value = arguments.get(key)
+        default = parameter.default
         if value is not None and default is not parameter.empty and not _is_like(value, default):
             yield key, value, default
 

@@ -483,7 +483,8 @@ class _Reader:
 
     def _layer_additions(self, layer: str, name: str, keys: Mapping[str, str]) -> Iterator[tuple[str, _Addition]]:
         """Yields what the keys of one layer add to its weight and bias; refuses one matrix without the other."""
-        up, down = keys.get("up"), keys.get("down")
+        up = keys.get("up")
+        down = keys.get("down")
         if up is None or down is None:
             lone = next((keys[part] for part in ("up", "down", "up_bias", "alpha") if part in keys), None)
             if lone is not None:

@@ -264,7 +264,8 @@ def tensors(
 
 def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -> dict[str, Stored]:
     """Returns where each tensor of a module is; refuses files with other keys, shapes or dtypes than the module's."""
-    state, stored = module.state_dict(), layout.stored(folder)
+    state = module.state_dict()
+    stored = layout.stored(folder)
     missing = sorted(set(state) - set(stored))
     foreign = sorted(set(stored) - set(state))
     if missing or foreign:

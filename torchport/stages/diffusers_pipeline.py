@@ -275,7 +275,8 @@ class _Stages(UpstreamPipeline):
 
         Refuses an image of another shape than the job's, by more than 1 %, where the pipeline takes no size.
         """
-        name, file = self.card.image, settings.image
+        name = self.card.image
+        file = settings.image
         if name is None or file is None:
             return {}
         image = picture.read(file, settings.frames if self.card.edits else None)

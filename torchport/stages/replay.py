@@ -211,7 +211,8 @@ class Replay(Loop):
 
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns the saved result for a step that is done; takes any other, and passes the state to `finished`."""
-        step, is_last = self.tracks[track], track == self.count - 1
+        step = self.tracks[track]
+        is_last = track == self.count - 1
         if self.number == 1:
             self.fields.append(dict(vars(step.scheduler)))
         if self.number <= self.done:

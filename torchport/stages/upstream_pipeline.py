@@ -151,7 +151,8 @@ class UpstreamPipeline:
         job's fields, the card's constants, the job's `call`, the embeddings, `arguments`. A prompt is None unless
         `arguments` has it.
         """
-        settings, arguments = inputs.settings, inputs.arguments
+        settings = inputs.settings
+        arguments = inputs.arguments
         self._check_call(pipe, settings)
         prompts, takes = ("prompt", "negative_prompt"), inspect.signature(pipe.__call__).parameters
         result = {name: arguments.get(name) for name in prompts if name in takes}  # some have "" by default
