@@ -46,7 +46,8 @@ def with_cache(how: How, cache: StepCache, name: str, place: str) -> How:
 
     def call(module: torch.nn.Module, **inputs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Calls the network. Its input `MODE` is `full` or `reuse`; `KEPT` has the values to reuse."""
-        mode, old = inputs.pop(MODE, "full"), inputs.pop(KEPT, ())
+        mode = inputs.pop(MODE, "full")
+        old = inputs.pop(KEPT, ())
         blocks = [part for part in module.modules() if isinstance(part, stack.Stacked)]
         if not blocks:
             fact = f"A step cache reuses what stacked blocks compute, and '{name}' has none"
@@ -71,11 +72,8 @@ def _run_or_reuse(
     carry: tuple[torch.Tensor, ...],
     run: stack.Run,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns stacked blocks' outputs, and appends to `kept` the tensors that later steps reuse.
-
-    Args:
-        before: The tensors that an earlier step kept; None: the blocks are computed by `run(carry)`.
-        is_state: Whether the kept tensors are the outputs themselves; else they are the outputs less the carry.
+    """Returns stacked blocks' outputs, and appends to `kept` the tensors that later steps reuse: the outputs if
+    `is_state`, else the outputs less the carry. With `before`, which an earlier step kept, no block is computed.
     """
     if before is not None:
         kept.append(tuple(before))
@@ -109,23 +107,21 @@ class StepCached:
         self.cache = cache
         self.total = total
         self.full = frozenset(cache.computed(total))
-        self.step = 0 if steps.resume is None else steps.resume[0]
+        self.step, state = steps.resume or (0, {})
         self.calls = 0  #: Of the network, in this step.
         self.slots: list[_Slot] = []
+        self._ratios: list[float] = []  # of the calls of the step in progress
+        # Kept tensors of a stopped run, until their slots take them.
+        self.saved = {key.removeprefix(STATE): t for key, t in state.items() if key.startswith(STATE)}
         #: By step, the norm of the kept tensors over their norm in the step before, the mean over tokens and calls
         #: (`calibrate`). A stage that goes on from another stage's steps goes on with its curve, too.
-        self.curve: list[float] = []
-        self._ratios: list[float] = []  # of the calls of the step in progress
-        self.saved: dict[str, torch.Tensor] = {}  # kept tensors of a stopped run, until their slots take them
-        resume = steps.resume
-        if resume is not None:
-            self.saved = {key.removeprefix(STATE): t for key, t in resume[1].items() if key.startswith(STATE)}
-            self.curve = self.saved.pop(CURVE, torch.zeros(0)).tolist()
-            resume = resume[0], {key: t for key, t in resume[1].items() if not key.startswith(STATE)}
+        self.curve: list[float] = self.saved.pop(CURVE, torch.zeros(0)).tolist()
+        others = {key: t for key, t in state.items() if not key.startswith(STATE)}
         if isinstance(cache, Calibrate) and len(self.curve) != self.step:
             fact = f"{self.step} steps were taken before, and the curve of {len(self.curve)} of them is known"
             raise BadValueError("cache", fact, "Take all steps with 'cache: {kind: calibrate}': run every stage again")
         self.finished = steps.finished
+        resume = None if steps.resume is None else (self.step, others)
         self.steps = dataclasses.replace(steps, finished=self._finished, resume=resume)
 
     def place(self, **inputs: Any) -> dict[str, Any]:
@@ -168,9 +164,7 @@ class StepCached:
         return output
 
     def _slot(self, inputs: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]) -> _Slot:
-        """Compiles both programs for the call in progress, so that later steps need not, and returns a new slot for the
-        call, with the tensors that a stopped run kept if their shapes fit.
-        """
+        """Compiles both programs of the call in progress; returns a slot with a stopped run's tensors if they fit."""
         kept = self.compiled.prepare(**inputs, **{MODE: "full"})[1]
         if len(self.full) < self.total:
             self.compiled.prepare(**inputs, **{MODE: "reuse", KEPT: kept})
@@ -218,9 +212,7 @@ class StepCached:
 
 @functools.partial(jax.jit, donate_argnames="before")
 def _differences(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:
-    """Returns the finite differences of `kept`, from order 1 on. `before` has the kept tensors and the differences of
-    the step in full `interval` steps ago.
-    """
+    """Returns finite differences of `kept` from order 1 on; `before` has the rows of `interval` steps ago."""
     rows = [kept]
     for old in before:
         rows.append(jax.tree.map(lambda new, past: ((new - past) / interval).astype(past.dtype), rows[-1], old))

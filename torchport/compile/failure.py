@@ -145,9 +145,7 @@ def frames_of(causes: Sequence[BaseException], owners: Owners) -> list[Frame]:
 
 
 def culprit(error: BaseException, frames: Sequence[Frame]) -> Frame | None:
-    """Returns the frame whose code is at fault: the innermost of upstream, a family, a patch or a script. Returns None
-    if the fault is torchport's or a library's.
-    """
+    """Returns the innermost frame that a port can change; None if torchport or a library is at fault."""
     if is_absence(error):  # whoever imports the absent package is at fault, a library, too
         # Our import hook lies between an import and its error.
         frames = [frame for frame in frames if not frame.module.startswith("torchport.patch.live")]
@@ -308,7 +306,8 @@ def _no_lowering(failure: Failure) -> Cure:
 def _cuda(failure: Failure) -> Cure:
     import torch
 
-    owners, target = failure.owners, _torch_cuda(failure)
+    owners = failure.owners
+    target = _torch_cuda(failure)
     fact = f"{failure.frame.caller} asks for CUDA, and this machine has none"
     why = "Asks for CUDA, also where there is none."
     if target is not None:
@@ -323,7 +322,8 @@ def _cuda(failure: Failure) -> Cure:
             parameters = str(inspect.signature(getattr(torch.cuda, target.partition(":")[2])))
         entry: Proposal | None = proposal.function(target, failure.home, why, parameters)
         return fact, failure.remedy("", entry), entry
-    entry, statement = failure.rewritten(why), failure.frame.statement
+    entry = failure.rewritten(why)
+    statement = failure.frame.statement
     if entry is None and failure.frame.owner == "upstream":  # the statement runs at module level
         method = re.search(r"\.(cuda|to)\(", statement)
         name = re.search(r"\btorch\.(\w+)\(", statement)
@@ -429,7 +429,8 @@ def _error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
         return None
     frames = frames_of(causes, owners)
     if isinstance(first, SyntaxError) and first.filename and first.lineno:  # the file never ran, so it has no frame
-        file, text = first.filename, (first.text or "").strip()
+        file = first.filename
+        text = (first.text or "").strip()
         frames.append(Frame("upstream", Path(file).stem, file, first.lineno, "<module>", text))
         frame: Frame | None = frames[-1]
     else:

@@ -134,9 +134,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def is_node(value: Any, *, is_long: bool = False) -> bool:
-    """Returns whether a value is a node, a mutable object that a model may change. Containers of more than `LONG` items
-    are nodes only if `is_long`.
-    """
+    """Returns whether a value is a mutable object of a model; containers above `LONG` items only if `is_long`."""
     kind: Any = type(value)
     if kind is types.CellType:
         return True
@@ -159,12 +157,7 @@ def is_node(value: Any, *, is_long: bool = False) -> bool:
 
 
 def is_of_library(module: Any, but: Collection[str] = ()) -> bool:
-    """Returns whether a module is Python's own, or of a library whose objects belong to no model.
-
-    Args:
-        module: A module's name from `__module__`, which may be no text.
-        but: Packages for which the answer is False.
-    """
+    """Returns whether a module, by its `__module__`, is of a library in `_LIBRARIES`, and of no package in `but`."""
     package = str(module).partition(".")[0]
     return package in _LIBRARIES and package not in but
 
@@ -281,9 +274,7 @@ def fill_slots(thing: Any, new: Mapping[Part, Any]) -> None:
 
 
 def blank(thing: Any) -> Callable[[], Any]:
-    """Returns a function that makes new objects of a mutable object's type, without items and attributes. Arrays and
-    bytes are copied instead, as their size is fixed.
-    """
+    """Returns a function that makes empty objects of a node's type; arrays and bytes, of fixed size, are copied."""
     kind: Any = type(thing)
     if kind is types.CellType:
         return types.CellType
@@ -377,7 +368,8 @@ def are_alike(left: Any, right: Any, pairs: set[tuple[int, int]]) -> bool:
     if not is_node(left) or (isinstance(left, types.FunctionType) and left.__code__ != right.__code__):
         return Opaque(left) == Opaque(right)
     pairs.add((id(left), id(right)))
-    left_parts, right_parts = parts(left), parts(right)
+    left_parts = parts(left)
+    right_parts = parts(right)
     if [*left_parts] != [*right_parts]:
         return False
     return all(are_alike(value, right_parts[part], pairs) for part, value in left_parts.items())

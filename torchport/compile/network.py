@@ -66,11 +66,7 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
         parts[name] = _with_buffers(task, name, folder)
         if name != stage.network:
             load.fill_buffers(parts[name], task.component_folder(folder, name), layout(task, name))
-    if stage.network is not None:
-        _prune(parts[stage.network], stage)
-    if stage.prepare is not None:
-        stage.prepare(parts, task.settings.shared())
-    return parts
+    return _prepared(task, stage, parts)
 
 
 def afresh(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -89,13 +85,16 @@ def _weightless(task: Task, name: str, folder: Path) -> Any:
     return load.part(task.card.components[name].class_, folder)
 
 
-def _prune(module: torch.nn.Module, stage: Stage) -> None:
-    """Replaces the modules that the stage never calls (`Stage.without`) by empty ones, in `module` itself."""
-    modules = dict(module.named_modules())
+def _prepared(task: Task, stage: Stage, parts: dict[str, Any]) -> dict[str, Any]:
+    """Returns a stage's parts once the modules that it never calls (`Stage.without`) are empty, and it has prepared."""
+    modules = {} if stage.network is None else dict(parts[stage.network].named_modules())
     for name in stage.without:
         if name in modules:
             owner, _, attribute = name.rpartition(".")
             setattr(modules[owner], attribute, torch.nn.Module())  # upstream may iterate over its modules
+    if stage.prepare is not None:
+        stage.prepare(parts, task.settings.shared())
+    return parts
 
 
 def is_left_out(stage: Stage, name: str) -> bool:
@@ -110,9 +109,7 @@ def _with_buffers(task: Task, component: str, folder: Path | None) -> torch.nn.M
 
 
 def recipe(task: Task, component: str, folder: Path | None) -> load.Recipe:
-    """Returns how a component is built: from the `config.json` in the checkpoint's `folder`, or from the card. `folder`
-    is None if it is not on this machine, or not written yet.
-    """
+    """Returns how a component is built: from the `config.json` in the checkpoint's folder, or from the card."""
     card_part, is_tiny = task.card.components[component], task.is_tiny
     if folder is not None and load.records_config(card_part, task.component_folder(folder, component)):
         file = task.component_folder(folder, component) / "config.json"
@@ -151,7 +148,8 @@ def write_tiny(task: Task) -> Path:
     card, family = task.card, task.family
     arrange = family.arrange_tiny
     if arrange is None and card.pipeline is None:
-        names, variants = card.components, family.VARIANTS or (None,)
+        names = card.components
+        variants = family.VARIANTS or (None,)
         layouts = {variant: {name: layout(task, name, variant) for name in names} for variant in variants}
         arrange = functools.partial(tiny.save_in_layouts, card, layouts)
     makers = {name: maker(task, name) for name in card.components}
@@ -159,50 +157,38 @@ def write_tiny(task: Task) -> Path:
 
 
 def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
-    """Returns a stage's parts on meta, by name, pruned and prepared: as the checkpoint has them if it is on this
-    machine, else as published.
-
-    The network is a new object, which the caller may change. Encoders that only upstream's own code can load are not
-    among the parts.
+    """Returns a stage's parts on meta, pruned and prepared: as the checkpoint has them if it is on this machine, else
+    as published. The caller may change the network, a new object. Encoders that only upstream can load are left out.
     """
     network = str(stage.network)
     if stage.without:
         task.shapes.pop(network, None)  # so that it is built anew: another stage may use the shared object
     parts = outlines(task, stage)
     del task.shapes[network]  # from now on the caller alone has the object
-    _prune(parts[network], stage)
-    if stage.prepare is not None:
-        stage.prepare(parts, task.settings.shared())
-    return parts
+    return _prepared(task, stage, parts)
 
 
 def outlines(task: Task, stage: Stage) -> dict[str, Any]:
     """Returns a stage's parts on meta, neither pruned nor prepared. All callers share them: none may change a part."""
     parts: dict[str, Any] = {}
-    for name in stage.parts:
-        component = task.card.components[name]
-        parts[name] = _weightless_outline(task, name) if component.dtype is None else outline(task, name)
-    for name in (*stage.meta, str(stage.network)):
-        parts[name] = outline(task, name)
+    for name in (*stage.parts, *stage.meta, str(stage.network)):
+        if name not in stage.parts or task.card.components[name].dtype is not None:
+            parts[name] = outline(task, name)
+            continue
+        cls = load.class_of(task.card.components[name].class_)  # without weights, such as a scheduler
+        if not hasattr(cls, "from_config"):
+            parts[name] = cls()
+            continue
+        root = checkpoint.described(task.checkpoint, task.card)
+        if root is not None or (name == "scheduler" and task.settings.scheduler is not None):
+            parts[name] = _weightless(task, name, task.component_folder(root or Path(), name))
+        else:
+            parts[name] = cls.from_config(dict(recipe(task, name, None).config))
     return parts
 
 
-def _weightless_outline(task: Task, component: str) -> Any:
-    """Returns a part without weights, such as a scheduler, by the checkpoint's configuration or else the card's."""
-    card_part = task.card.components[component]
-    cls = load.class_of(card_part.class_)
-    if not hasattr(cls, "from_config"):
-        return cls()
-    root = checkpoint.described(task.checkpoint, task.card)
-    if root is not None or (component == "scheduler" and task.settings.scheduler is not None):
-        return _weightless(task, component, task.component_folder(root or Path(), component))
-    return cls.from_config(dict(recipe(task, component, None).config))
-
-
 def outline(task: Task, component: str) -> Any:
-    """Returns a component on meta, in a run's dtypes, as the checkpoint, or else the card, describes it. All callers
-    share the object, which `task.shapes` keeps.
-    """
+    """Returns a component on meta, as the checkpoint or the card has it. All callers share the object."""
     if component not in task.shapes:
         dtype = task.dtype(component) if component in task.settings.dtypes else None  # None for one without weights
         root = checkpoint.described(task.checkpoint, task.card)
@@ -259,9 +245,7 @@ def check_classes(task: Task) -> None:
 
 
 def check_heads(task: Task) -> None:
-    """Raises if the size of a mesh axis does not divide the number that the card's `divides` names for the axis, such
-    as `transformer.num_attention_heads`. Numbers are from the checkpoint's configuration, or as published.
-    """
+    """Raises if a mesh axis does not divide its number in the card's `divides`, such as the number of heads."""
     networks = [] if task.original else [task.card.rule_key(str(s.network)) for s in task.stages if s.network]
     for axis, path in task.card.strategies[task.job.strategy].divides.items():
         component, _, key = path.partition(".")
@@ -292,13 +276,15 @@ def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str,
     component = str(stage.network)
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
     written = of_task(task, component)
-    rules, places = written.as_written.weights, written.places("weights")
+    rules = written.as_written.weights
+    places = written.places("weights")
     if stage.without:
         left_out = [name for name, _ in outline(task, component).named_parameters() if is_left_out(stage, name)]
         used, used_elsewhere = shard.firsts(rules, shapes), shard.firsts(rules, left_out)
         # A rule that is used nowhere stays: `match` refuses it.
         numbers = [n for n in range(len(rules)) if n in used or n not in used_elsewhere]
-        rules, places = [rules[n] for n in numbers], [places[n] for n in numbers]
+        rules = [rules[n] for n in numbers]
+        places = [places[n] for n in numbers]
     return shard.match(rules, shapes, task.job.mesh, written.place("weights"), places)
 
 
@@ -367,29 +353,25 @@ def compiled(
         trace: The patches under which it is traced; None: it is not checked that they stay the same.
         record: Is called with each call of attention while it is traced; see `dispatch.Context`.
     """
-    name, rules = str(stage.network), of_task(task, str(stage.network))
+    name = str(stage.network)
+    rules = of_task(task, str(stage.network))
     bounds = _score_bounds(rules, weights)
     jit = task.request.execution.jit
     cache = step_cache_of(task, stage)
     # Without jit operators run one by one, to find NaN. A stack would be one scan, which hides values in its blocks.
     stacks = rules.as_written.stacks if task.job.stacked and jit else {}
     call = how(stage, task)
-    outputs, keeps, free = stage.outputs, stage.keeps, frozenset[str]()
+    outputs = stage.outputs
+    keeps = stage.keeps
+    free = frozenset[str]()
     if cache is not None:
         stacks = cached_steps.stacks(cache, stacks)
         call = cached_steps.with_cache(call, cache, name, rules.place("stacks"))
         # The tensors for later steps are a second output. It stays on the devices, where the compiler puts it.
         outputs, keeps, free = ("output", cached_steps.KEPT), (cached_steps.KEPT,), frozenset([cached_steps.KEPT])
+    rule_of, strict = weight_rules(task, stage, module), task.request.execution.strict
     network = _network_of(
-        module,
-        rules,
-        weight_rules(task, stage, module),
-        stacks=stacks,
-        how=call,
-        outputs=outputs,
-        keeps=keeps,
-        free=free,
-        strict=task.request.execution.strict,
+        module, rules, rule_of, stacks=stacks, how=call, outputs=outputs, keeps=keeps, free=free, strict=strict
     )
     attention = dispatch.Context(task.job.attention, bounds, note=record)
     return program.Compiled(network, weights, mesh, trace=trace, attention=attention, jit=jit)
@@ -434,15 +416,9 @@ def ported(
                 outline = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
                 vars(outline).update(vars(parameter))  # the attributes that upstream has set on it
                 owner._parameters[name] = on_meta.setdefault(id(parameter), outline)
+    stacks, spare = rules.as_written.stacks, rules.is_of_card  # a card's caller may leave inputs out
     network = _network_of(
-        module,
-        rules,
-        rule_of,
-        stacks=rules.as_written.stacks,
-        how=how,
-        outputs=("output",),
-        spare=rules.is_of_card,  # a card has rules for inputs that a caller may leave out
-        strict=rules.strict,
+        module, rules, rule_of, stacks=stacks, how=how, outputs=("output",), spare=spare, strict=rules.strict
     )
     return program.Compiled(network, weights, mesh, trace=trace, attention=dispatch.Context(attention, bounds))
 

@@ -43,6 +43,9 @@ class Ported(torch.nn.Module):
         attention: The implementation of attention; None: the platform's.
     """
 
+    device = torch.device("cpu")
+    """Where its inputs and outputs are: on the host."""
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -68,11 +71,6 @@ class Ported(torch.nn.Module):
         self.training = False
         vars(self)["original"] = module  # no submodule: `to` and `state_dict` would find parameters without values
 
-    @property
-    def device(self) -> torch.device:
-        """Where its inputs and outputs are: on the host."""
-        return torch.device("cpu")
-
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["original"], name)
 
@@ -92,7 +90,8 @@ class Ported(torch.nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the weights and buffers by name, gathered on the host; those of stacked blocks are stacked."""
-        weights, module = self.compiled.weights, self.original
+        weights = self.compiled.weights
+        module = self.original
         on_host = module.state_dict(keep_vars=True)
         # A layer may have several names; `weights` has the first. The names of stacked weights are not the module's.
         firsts = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
@@ -113,9 +112,7 @@ class Ported(torch.nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the module's output for these arguments, on the host, from the compiled program; refuses arguments
-        that are neither tensors nor constants.
-        """
+        """Returns the module's output on the host; refuses arguments that are neither tensors nor constants."""
         with _lock:
             return self._call(args, kwargs)
 
@@ -201,7 +198,8 @@ class Ported(torch.nn.Module):
         """Traces the module's forward for the call in `_traced_call`, and notes its effects: the network's `how`. It
         returns outputs that are no views, then the new values of written inputs, then the new values of buffers.
         """
-        call, snapshot = inputs.pop(CALL), _traced_call.get()
+        call = inputs.pop(CALL)
+        snapshot = _traced_call.get()
         _, _, keywords, given_names, _ = call
         tensors = self._traced_inputs(snapshot, inputs)
         forms = [(tensor.shape, tensor.stride()) for tensor in tensors]
@@ -239,9 +237,7 @@ class Ported(torch.nn.Module):
         return ((*outputs, *(tensors[n] for n in effects.written), *(buffer for *_, buffer in rebound)),)
 
     def _traced_inputs(self, snapshot: state.Snapshot, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Returns the traced tensors of a snapshot's inputs, with the strides and attributes of the host's.
-        Inputs that are the same tensor, or views of another input, are so among the traced tensors, too.
-        """
+        """Returns a snapshot's traced inputs, with strides, attributes and shared memory as the host's tensors."""
         tensors = [
             inputs[name] if tensor.is_contiguous() else engine.with_strides(inputs[name], tensor.stride())
             for name, tensor in snapshot.inputs.items()

@@ -99,13 +99,9 @@ def check_checkpoint(task: Task, folder: Path) -> None:
             load.account_component(component, path, network.layout(task, name), recipe)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Memory:
-    """The bytes that a task's stages hold, on each device and on the host."""
-
-    device_bytes: dict[str, int]  #: Weights on each device, by network.
-    #: Of each stage: weights in the host's memory, latents or frames there, and the stage's network.
-    host_bytes: list[tuple[int, int, str]]
+_Memory = tuple[dict[str, int], list[tuple[int, int, str]]]
+"""Bytes of weights on each device, by network; of each stage those in the host's memory, for weights and for latents or
+frames, and its network."""
 
 
 def _memory(task: Task) -> _Memory:
@@ -119,13 +115,13 @@ def _memory(task: Task) -> _Memory:
         host_bytes.append((weights, _tensor_bytes(task, stage), str(stage.network)))
         if stage.network and not task.original:
             device_bytes[stage.network] = _device_bytes(task, stage, stage.network)
-    return _Memory(device_bytes, host_bytes)
+    return device_bytes, host_bytes
 
 
 def host_bytes(task: Task) -> int:
     """Returns the bytes of host memory that the largest of all stages takes, whichever the task runs."""
     whole = dataclasses.replace(task, request=dataclasses.replace(task.request, stage="all"))
-    return max(weights + tensors for weights, tensors, _ in _memory(whole).host_bytes)
+    return max(weights + tensors for weights, tensors, _ in _memory(whole)[1])
 
 
 def _require(task: Task, memory: _Memory, activation_bytes: Mapping[str, int]) -> None:
@@ -133,17 +129,18 @@ def _require(task: Task, memory: _Memory, activation_bytes: Mapping[str, int]) -
     least bytes on each device beside a network's weights. It is empty before the rehearsal, which can take place only
     once latents and frames are known to fit.
     """
+    device_bytes, host_bytes = memory
     if not task.original:
         devices.prepare(task.machine)
     # Virtual CPU devices have the host's memory.
     shared = task.job.devices if task.machine.platform == "cpu" else 0
-    host = [(weights, tensors + shared * activation_bytes.get(name, 0)) for weights, tensors, name in memory.host_bytes]
+    host = [(weights, tensors + shared * activation_bytes.get(name, 0)) for weights, tensors, name in host_bytes]
     weights, tensors = max([(0, 0), *host], key=sum)
-    count = task.job.devices if memory.device_bytes else 0
+    count = task.job.devices if device_bytes else 0
     path_flag = f" --upstream-path {task.request.upstream_path}" if task.request.upstream_path else ""
     devices.require(
-        task.machine if memory.device_bytes else HOST,
-        devices.Need(count, memory.device_bytes, weights, task.checkpoint, tensors, dict(activation_bytes)),
+        task.machine if device_bytes else HOST,
+        devices.Need(count, device_bytes, weights, task.checkpoint, tensors, dict(activation_bytes)),
         f'torchport run --model {task.card.model}{path_flag} --config {task.card.demo} --prompt "..."',
     )
 
@@ -166,7 +163,8 @@ def _tensor_bytes(task: Task, stage: family.Stage) -> int:
     A denoising step holds the latents, the prediction and the new latents. Decoding holds the VAE's output beside the
     frames made from it. The video file is encoded one frame at a time.
     """
-    last, settings = task.family.STAGES[-1], task.settings
+    last = task.family.STAGES[-1]
+    settings = task.settings
     if stage.name == "decode":
         dtype = settings.dtypes.get(str(stage.network), torch.float32)
         video = 3 * settings.frames * settings.height * settings.width  # 3 colours
@@ -220,12 +218,12 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
 
 
 def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall]) -> list[dict[str, Rule]]:
-    """Returns, for each call of a network, the rule of every input, with the spec that fits. Refuses unused rules, and
-    a rule that leaves the batch whole under `dp`.
-    """
-    rules, mesh = of_task(task, component), task.job.mesh
+    """Returns the rule of every input, for each call; refuses unused rules, and a batch left whole under `dp`."""
+    rules = of_task(task, component)
+    mesh = task.job.mesh
     ways, batch = mesh.get("dp", 1), task.family.batch(task.settings.guidance_scale)
-    place, places = rules.place("inputs"), rules.places("inputs")
+    place = rules.place("inputs")
+    places = rules.places("inputs")
     names = [k for call in calls for k in (*call.tensors, *call.kept)]
     shard.check_alive(rules.inputs, names, place, places)
     rules_by_call = []
@@ -245,9 +243,7 @@ def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall
 
 
 def _activation_bytes(call: recorder.NetworkCall, rules: Mapping[str, Rule], task: Task, largest: int) -> int:
-    """Returns the least bytes of a call on each device beside weights: its inputs, and a share of the largest output.
-    `largest` has the bytes of the largest output of a layer.
-    """
+    """Returns the least bytes of a call on each device beside weights; `largest` are those of a layer's output."""
     output: int = sum(leaf.numel() * leaf.dtype.itemsize for leaf in outputs.leaves({"": call.output}).values())
     inputs = 0
     for name, tensor in call.tensors.items():
@@ -258,9 +254,7 @@ def _activation_bytes(call: recorder.NetworkCall, rules: Mapping[str, Rule], tas
 
 @contextlib.contextmanager
 def _largest_output(module: torch.nn.Module) -> Iterator[list[int]]:
-    """Yields a list whose only item is the bytes of the largest output so far of a layer with a matrix. Of such a layer
-    no compiler can remove the output.
-    """
+    """Yields a list with the bytes of the largest output of a layer with a matrix, which no compiler removes."""
     largest = [0]
 
     def note(_: Any, __: Any, output: Any) -> None:

@@ -218,9 +218,7 @@ class Compiled:
 
     @torch.inference_mode(False)
     def prepare(self, **inputs: Any) -> Any:
-        """Compiles the program of a call with these inputs, and returns its outputs as `jax.ShapeDtypeStruct`s with
-        shardings. Such structs may be among the inputs in place of arrays, too.
-        """
+        """Compiles the program of a call, and returns its outputs as `jax.ShapeDtypeStruct`s: these may be inputs."""
         arrays, static = self._arrays_and_static(inputs)
         with _lack_of_memory_refused(self.network.name):
             return self._program(arrays, static)[0].out_info
@@ -416,7 +414,8 @@ class Compiled:
         """Returns the sharding of an input by its rule, which is looked up once for each shape."""
         key = path, tuple(tensor.shape)
         if key not in self.shardings:
-            mesh, place = dict(self.mesh.shape), self.network.place
+            mesh = dict(self.mesh.shape)
+            place = self.network.place
             rule = shard.input_rule(self.network.inputs, path, key[1], mesh, place, self.network.name)
             self.shardings[key] = shard.sharding(rule, self.mesh)
         return self.shardings[key]

@@ -98,7 +98,8 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
         operators=card.operators,
     )
     bounds = {name: bound for name, bound in card.score_bounds.items() if bound.component == component}
-    path, rule_key = ["strategies", strategy], card.rule_key(component)
+    path = ["strategies", strategy]
+    rule_key = card.rule_key(component)
     divides = {axis: key for axis, key in chosen.divides.items() if key.partition(".")[0] == rule_key}
     return Rules(component, written, document, path, rule_key, bounds, divides, extra=extra, base=chosen.like)
 
@@ -109,9 +110,7 @@ def of_task(task: Task, component: str) -> Rules:
 
 
 def of_shared(name: str, strategy: str) -> Rules:
-    """Returns the rules of a shared strategy (`tp`, `ulysses` or `fsdp`: docs/sharding.md) for a module without a model
-    card; refuses an unknown strategy.
-    """
+    """Returns a shared strategy's rules (docs/sharding.md) for a module without a card; refuses an unknown name."""
     known = shared_strategies()
     if strategy not in known:
         fact = f"There is no shared strategy '{strategy}', and no model's card is in force"
@@ -122,9 +121,7 @@ def of_shared(name: str, strategy: str) -> Rules:
 
 
 def of_caller(name: str, rules: str | Mapping[str, object]) -> Rules:
-    """Returns the rules that a caller of `port` has written for a module: `rules` with a card's keys,
-    `{"weights": [...], "inputs": [...]}`, or the same as text of YAML.
-    """
+    """Returns the rules that a caller of `port` has written, with a card's keys: as a dict, or as text of YAML."""
     if isinstance(rules, str):
         document = parse_document(rules, PLACE)
     else:  # a dict has no line numbers: the place of a rule is its key with its index

@@ -229,12 +229,7 @@ class Stacked(torch.nn.Module):
         return outputs if len(self.carries) > 1 or self.returns_tuple else outputs[0]
 
     def _scanned(self, carry: Tensors, calls: Sequence[_Call], blocks: range, written: set[int]) -> Tensors:
-        """Returns the last output of successive blocks, by one scan over them. Their calls are alike.
-
-        Args:
-            carry: The inputs of the first of these blocks.
-            written: Gets the numbers of the carries that a block writes to.
-        """
+        """Returns the last output of blocks whose calls are alike; `written` gets the numbers of written carries."""
         weights = dict(self.block.named_parameters()) | dict(self.block.named_buffers())
         leaves = calls[0].leaves
         tensors = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
@@ -268,13 +263,9 @@ class Stacked(torch.nn.Module):
         layer: Mapping[str, torch.Tensor],
         given: Mapping[int, torch.Tensor],
     ) -> Tensors:
-        """Runs one block in PyTorch, and returns the next carry. A scan traces this once for all its blocks.
-
-        Args:
-            call: The call of the first of these blocks, with the arguments that are no tensors.
-            written: Gets the numbers of the carries that the block writes to.
-            layer: The block's weights, by name.
-            given: The block's tensors among its arguments, by their number in `call.leaves`.
+        """Runs one block in PyTorch, and returns the next carry. A scan traces this once for all its blocks. `call` is
+        that of the first block, `layer` has the weights by name, and `given` the tensors by their number in
+        `call.leaves`. `written` gets the numbers of the carries that the block writes to.
         """
         # By one deepcopy, so that an object that two arguments share stays shared.
         leaves = {id(leaf): given.get(number, leaf) for number, leaf in enumerate(call.leaves)}
@@ -371,9 +362,7 @@ def _plain_attribute(stacked: Stacked, name: str) -> Any:
 
 
 class _StackedList(torch.nn.ModuleList):
-    """A `ModuleList` in which upstream's loop sees all blocks. Stacked blocks before the last are `_Block`s, which note
-    their calls, and the last is the `Stacked`, which runs them all.
-    """
+    """A `ModuleList` of all blocks for upstream's loop: `_Block`s, which note calls, and the `Stacked` at last."""
 
     def _items(self) -> list[Any]:
         items: list[Any] = []
@@ -468,7 +457,8 @@ def weights(arrays: dict[str, Any], stacks: Mapping[str, Stack], counts: Mapping
 
 def _check_alike(first: torch.nn.Module, other: torch.nn.Module, name: str, place: str) -> None:
     """Refuses a block that differs from the first in anything but the values of its weights."""
-    firsts, others = dict(first.named_modules()), dict(other.named_modules())
+    firsts = dict(first.named_modules())
+    others = dict(other.named_modules())
     pairs = {(id(firsts[path]), id(others[path])) for path in firsts.keys() & others.keys()}
     for path in {**firsts, **others}:
         if type(firsts.get(path)) is not type(others.get(path)):
@@ -490,7 +480,8 @@ def _difference(first: torch.nn.Module, other: torch.nn.Module, pairs: set[tuple
         ]
         if tensors[0] != tensors[1]:
             return f"its weights, {tensors[1]}"
-    firsts, others = _settings(first), _settings(other)
+    firsts = _settings(first)
+    others = _settings(other)
     for key in {**firsts, **others}:
         if key not in firsts or key not in others or not graph.are_alike(firsts[key], others[key], pairs):
             return f"'{key}', {reprlib.repr(firsts.get(key))} there and {reprlib.repr(others.get(key))} here"

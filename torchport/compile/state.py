@@ -341,11 +341,8 @@ class State:
         return found
 
     def apply(self, effects: Effects, before: Snapshot, outputs: Sequence[Any], weights: Mapping[str, Any]) -> Any:
-        """Makes the changes of a call's effects in the nodes of `before`, and returns the call's return value.
-
-        Args:
-            outputs: The program's outputs, without those that are views.
-            weights: The weights and the new buffers by name, for terms of the kinds `weight` and `new`.
+        """Makes the changes of a call's effects in the nodes of `before`, and returns the call's return value. No
+        output in `outputs` is a view; `weights` has dicts by name for terms of the kinds `weight` and `new`.
         """
         things = [*(node.thing for node in before.nodes), *(make() for make, _ in effects.created)]
         tables = dict(enumerate(before.tables))
@@ -358,13 +355,8 @@ class State:
         outputs = [None if number in effects.views else next(computed) for number in range(effects.outputs)]
         for number, (kind, base, section) in effects.views.items():
             outputs[number] = section.within({"input": inputs, "output": outputs, **weights}[kind][base])
-        values = {
-            **weights,
-            "thing": things,
-            "input": inputs,
-            "output": outputs,
-            "table": [tables[number] for number in sorted(tables)],
-        }
+        sorted_tables = [tables[number] for number in sorted(tables)]
+        values = {**weights, "thing": things, "input": inputs, "output": outputs, "table": sorted_tables}
         for (kind, number), attributes in effects.attributes.items():
             vars(values[kind][number]).clear()
             vars(values[kind][number]).update(attributes)
@@ -373,7 +365,8 @@ class State:
             self._note(thing, terms, values)
         for number, terms in effects.changed.items():
             node = before.nodes[number]
-            old, parts = node.terms, node.parts
+            old = node.terms
+            parts = node.parts
             self.fill(node.thing, {p: parts[p] if old.get(p) == t else value_of(t, values) for p, t in terms.items()})
             self._note(node.thing, terms, values)
         for number, value in effects.tables.items():
@@ -417,7 +410,8 @@ class State:
         if not self._is_submodule(node):
             graph.fill(node, new)
             return
-        attributes, buffers = vars(node), node._buffers
+        attributes = vars(node)
+        buffers = node._buffers
         graph.fill_slots(node, new)
         for kind, name in self.parts(node):  # of the other kinds, submodules and hooks, nothing is changed
             if (kind, name) not in new and kind == "attribute":
@@ -568,34 +562,26 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, None if is_plain else tensor.stride()
 
 
-def _new_tables(before: Snapshot, after: Snapshot) -> Any:
-    """Returns copies of the tables that a call has written to or made, by number, and the parts; see `_parts_of`."""
-    marks = dict(enumerate(before.marks))
-    tables = {n: table for n, table in enumerate(after.tables) if marks.get(n) != after.marks[n]}
-    parts: dict[int, tuple[int, tuple[Any, ...]]] = {}
-    if len(after.tables) > len(before.tables):
-        tables, parts = _parts_of(tables, before.tables)
-    return {n: table.clone() for n, table in tables.items()}, parts
-
-
-def _parts_of(new: dict[int, torch.Tensor], tables: Sequence[torch.Tensor]) -> Any:
-    """Splits a call's new tables, by number, into tables with memory of their own, and parts, which lie in another. Of
-    a part it returns the other table's number, and size, strides and offset in it. New tables that share memory become
-    parts of one more table, which has all of that memory.
-
-    Args:
-        new: New values by number; higher numbers than those of `tables`, the tables before the call, are new tables.
+def _new_tables(before: Snapshot, after: Snapshot) -> tuple[dict[int, torch.Tensor], dict[int, Any]]:
+    """Returns copies of the tables that a call has written to or made, by number, and the new tables that are parts of
+    another: its number, and size, strides and offset in it. New tables that share memory become parts of one more
+    table, which has all of that memory.
     """
+    count = len(before.tables)
+    marks = dict(enumerate(before.marks))
+    new = {n: table for n, table in enumerate(after.tables) if marks.get(n) != after.marks[n]}
     parts: dict[int, tuple[int, tuple[Any, ...]]] = {}
+    if len(after.tables) == count:
+        return {n: table.clone() for n, table in new.items()}, parts
     groups: dict[Any, list[int]] = {}
-    by_number = {**dict(enumerate(tables)), **new}
+    by_number = {**dict(enumerate(before.tables)), **new}
     plain = {n: t for n, t in by_number.items() if t.layout == torch.strided and not (t.is_conj() or t.is_neg())}
     for number, tensor in plain.items():
         groups.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(number)
-    last = max([len(tables), *new])
+    last = max([count, *new])
     for numbers in groups.values():
-        made = [number for number in numbers if number >= len(tables)]
-        bases = [n for n in numbers if n < len(tables) and all(engine.lies_in(plain[each], plain[n]) for each in made)]
+        made = [number for number in numbers if number >= count]
+        bases = [n for n in numbers if n < count and all(engine.lies_in(plain[each], plain[n]) for each in made)]
         if not made or (not bases and len(made) < 2):
             continue
         if not bases:
@@ -607,7 +593,7 @@ def _parts_of(new: dict[int, torch.Tensor], tables: Sequence[torch.Tensor]) -> A
             tensor = new.pop(number)
             offset = tensor.storage_offset() - plain[bases[0]].storage_offset()
             parts[number] = bases[0], (tensor.shape, tensor.stride(), offset)
-    return new, parts
+    return {n: table.clone() for n, table in new.items()}, parts
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:

@@ -49,9 +49,7 @@ def reads_config(component: Component) -> bool:
 
 
 def records_config(component: Component, folder: Path) -> bool:
-    """Whether a component of a checkpoint is built from the `config.json` in its folder. Modules of transformers are
-    built from it, too, unless the card says how to build them.
-    """
+    """Whether a component is built from its folder's `config.json`: the card may say how to build it instead."""
     is_transformers = not component.published and hasattr(class_of(component.class_), "config_class")
     in_card = component.build is not None or component.file is not None
     return reads_config(component) or (is_transformers and not in_card and (folder / "config.json").is_file())
@@ -60,11 +58,8 @@ def records_config(component: Component, folder: Path) -> bool:
 def account_component(
     component: Component, folder: Path, layout: Layout | None = None, recipe: Recipe | None = None
 ) -> None:
-    """Refuses a component whose files are incomplete, or are not the card's, before any of its tensors is read.
-
-    Args:
-        layout: How its tensors lie there; by default as the card has it without a variant.
-        recipe: How it is built, where the card says so; by default from its `config.json`.
+    """Refuses a component whose files are incomplete, or are not the card's, before any of its tensors is read. By
+    default its tensors lie as the card says without a variant, and it is built from its `config.json`.
     """
     layout = layout or layout_of(component, component.file, [])
     if is_built_here(component):
@@ -118,12 +113,12 @@ def _pretrained_files(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     file = folder / "pytorch_model.bin"
     if file.is_file() and not any(folder.glob("*.safetensors*")):
         return {name: (file, row) for name, row in pickled.header(file).items()}
-    files = sorted(set(checkpoint.weight_files(folder).values()))
+    rows = checkpoint.weight_files(folder)
     names = ("model.safetensors", "model.safetensors.index.json")
     if not any((folder / name).is_file() for name in names):
-        fact = f"It holds {files[0].name[:120]}, and neither {' nor '.join(names)}"
+        fact = f"It holds {next(iter(rows.values()))[0].name[:120]}, and neither {' nor '.join(names)}"
         raise CheckpointForeignError(str(folder), fact, "Give the files the names under which they are published")
-    return {name: (file, row) for file in files for name, row in checkpoint.header(file).items()}
+    return rows
 
 
 def _account_pretrained(component: Component, folder: Path) -> None:
@@ -132,10 +127,11 @@ def _account_pretrained(component: Component, folder: Path) -> None:
     transformers renames keys and ties weights while it loads. Only transformers knows how, so it loads the model here
     on meta, without values. In a run it would fill a missing tensor with random values, and go on.
     """
+    files = _pretrained_files(folder)
     module = _from_pretrained(component, folder, device_map="meta")
     integers = {name: tensor.dtype for name, tensor in module.state_dict().items() if not tensor.is_floating_point()}
     is_unread = layout_of(component, component.file, []).is_unread
-    for name, (file, row) in _pretrained_files(folder).items():
+    for name, (file, row) in files.items():
         # float32 stands for all floating-point dtypes.
         if not is_unread(name):
             check_dtype(file, name, row["dtype"], integers.get(name, torch.float32))
@@ -143,7 +139,6 @@ def _account_pretrained(component: Component, folder: Path) -> None:
 
 def _from_pretrained(component: Component, folder: Path, **options: Any) -> torch.nn.Module:
     """Returns a transformers model; refuses missing, unexpected and mismatched keys."""
-    _pretrained_files(folder)  # raises for files that transformers would not read
     cls = class_of(component.class_)
     _check_config(cls, folder)
     module: torch.nn.Module
@@ -170,7 +165,8 @@ def _check_config(cls: Any, folder: Path) -> None:
     """Refuses a `config.json` of another class, with too many layers, other weight files, or dtypes that round."""
     file = folder / "config.json"
     config = checkpoint.read_json(file)
-    expected, model_type = cls.config_class.model_type, config.get("model_type")
+    expected = cls.config_class.model_type
+    model_type = config.get("model_type")
     if model_type != expected:
         fact, remedy = f"'model_type' is {model_type!r}", f"It must be '{expected}': name a checkpoint of this model"
         raise CheckpointForeignError(str(file), fact, remedy)
@@ -218,7 +214,8 @@ def _check_part(class_path: str, folder: Path) -> None:
     """Refuses a tokenizer, scheduler or other part without weights whose files are missing, or of another class."""
     if not folder.is_dir():
         raise CheckpointMissingError(str(folder), "The folder is missing", checkpoint.WHOLE)
-    cls, files = class_of(class_path), sorted(folder.glob("*.json"))
+    cls = class_of(class_path)
+    files = sorted(folder.glob("*.json"))
     if not hasattr(cls, "from_pretrained"):
         remedy = "Give its component a 'dtype' if it has weights, or make it in the stage's 'load'"
         raise BadValueError(str(folder), f"{cls.__name__} has no 'from_pretrained'", remedy)

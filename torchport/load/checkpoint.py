@@ -332,8 +332,8 @@ def _files(root: Path, folder: Path, file: str | None) -> list[Path]:
     return [path for path in named if path.is_file()]
 
 
-def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:
-    """Returns the file of each tensor, by the tensor's name; refuses a tensor that is in two files.
+def weight_files(folder: Path, file: str | None = None) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Returns the file of each tensor and its row in the file's header, by name; refuses a tensor that is in two files.
 
     Args:
         file: Safetensors, or an index of several; by default the folder's index, or else all its safetensors. Then
@@ -352,14 +352,14 @@ def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:
                 raise CheckpointForeignError(str(folder), fact, ONE_SET, file=path.name)
         if not files:
             raise CheckpointMissingError(str(folder), "There is no *.safetensors in it", WHOLE)
-    file_of: dict[str, Path] = {}
+    rows: dict[str, tuple[Path, dict[str, Any]]] = {}
     for path in files:
-        for name in header(path):
-            if name in file_of:
-                fact = f"'{name[:120]}' is in {file_of[name].name} and in {path.name}"
+        for name, row in header(path).items():
+            if name in rows:
+                fact = f"'{name[:120]}' is in {rows[name][0].name} and in {path.name}"
                 raise CheckpointForeignError(str(path.parent), fact, ONE_SET, name=name)
-            file_of[name] = path
-    return file_of
+            rows[name] = path, row
+    return rows
 
 
 def _shards(index: Path) -> list[Path]:

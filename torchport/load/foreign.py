@@ -56,14 +56,12 @@ def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> I
     """
     try:
         yield
-    except refusals() as error:
-        if isinstance(error, ModuleNotFoundError) or is_cuda(error):
+    except BaseException as error:
+        is_of_machine = isinstance(error, ModuleNotFoundError) or is_cuda(error)
+        # tokenizers raises the bare class Exception.
+        if is_of_machine or not (isinstance(error, refusals()) or type(error) is Exception):
             raise
         raise kind(place, f"{fact}: {brief(error)}", remedy) from error
-    except BaseException as error:
-        if type(error) is Exception:  # tokenizers raises the bare class
-            raise kind(place, f"{fact}: {brief(error)}", remedy) from error
-        raise
 
 
 @contextlib.contextmanager
@@ -114,15 +112,14 @@ def check_values(cls: Any, file: Path, config: Mapping[str, Any]) -> None:
 def unlike_defaults(cls: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields name, value and default of each argument of a class that is of another type than its default."""
     for key, parameter in inspect.signature(cls.__init__).parameters.items():
-        value, default = arguments.get(key), parameter.default
+        value = arguments.get(key)
+        default = parameter.default
         if value is not None and default is not parameter.empty and not _is_like(value, default):
             yield key, value, default
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """Whether a value of JSON has a default's type: a truth value, a number, text, or a list of such. A number is
-    finite, unless the default is the same infinity.
-    """
+    """Whether a value of JSON has a default's type: a truth value, a finite number, a text, or a list of such."""
     if isinstance(default, bool):
         return isinstance(value, bool)
     if isinstance(default, int | float):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -67,26 +68,21 @@ class Layout:
 
     def stored_by_file_name(self, folder: Path) -> dict[str, Stored]:
         """Returns file, dtype and shape of each tensor by its name in the files, also of the modules in `without`."""
-        headers: Iterable[tuple[Path, Mapping[str, Any]]]
         if self.file is not None:
             checkpoint.check_file(folder, self.file)
         if self.is_pickled:
             file = self.place(folder)
-            headers = [(file, pickled.header(file, self.key, self.unread))]
+            rows = {name: (file, row) for name, row in pickled.header(file, self.key, self.unread).items()}
         else:
-            files = sorted(set(checkpoint.weight_files(folder, self.file).values()))
-            headers = ((file, checkpoint.header(file)) for file in files)
+            rows = checkpoint.weight_files(folder, self.file)
         return {
             name: Stored(file, name, row["dtype"], row["shape"])
-            for file, header in headers
-            for name, row in header.items()
+            for name, (file, row) in rows.items()
             if not self.is_unread(name)
         }
 
     def additions(self, state: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> Additions:
-        """Returns what the LoRA files add to the tensors of a module's state dict; refuses a key of a LoRA file that
-        fits none of them. Of the state dict only the shapes are read.
-        """
+        """Returns what the LoRA files add to a module's tensors; refuses a key of a LoRA file that fits none."""
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         return additions(self.loras, shapes, {name: tensor.name for name, tensor in stored.items()})
 
@@ -98,17 +94,14 @@ class Layout:
         """Yields the name and the values of each tensor in `stored`, in host memory; opens each file once, in order."""
         from safetensors import safe_open
 
-        file: Path | None = None
-        stream: Any = None
         in_order = sorted(stored.items(), key=lambda item: (item[1].file, item[1].name))
-        for name, (path, name_in_file, _, _) in in_order:
-            if path != file:
-                file = path
-                if self.is_pickled:
-                    stream = pickled.tensors(path, self.key, self.unread, "cpu")
-                else:
-                    stream = safe_open(str(path), framework="pt")
-            yield name, stream[name_in_file] if self.is_pickled else stream.get_tensor(name_in_file)
+        for file, items in itertools.groupby(in_order, key=lambda item: item[1].file):
+            read: Callable[[str], torch.Tensor]
+            if self.is_pickled:
+                read = pickled.tensors(file, self.key, self.unread, "cpu").__getitem__
+            else:
+                read = safe_open(str(file), framework="pt").get_tensor
+            yield from ((name, read(where.name)) for name, where in items)
 
 
 DIFFUSERS = Layout()

@@ -50,6 +50,16 @@ _OTHER_SUMS = {
 }
 """Fields of PEFT's configuration of which any value but none and false means more than a sum of pairs."""
 
+_MERGED = (
+    "torchport merges pairs of matrices alone: merge this one into the checkpoint with PEFT's merge_and_unload, or "
+    "name a plain LoRA"
+)
+_PLAIN_AGAIN = (
+    "Save it again with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...), which makes a plain "
+    "LoRA of it"
+)
+"""Remedies for a LoRA that is another sum, and for a LoRA that changes the model's own weights."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
@@ -131,29 +141,16 @@ class _Adapter:
 
     def _check_is_sum(self, source: _Settings) -> None:
         """Refuses an adapter that adds something else than products of two matrices, such as a DoRA."""
-        values = source.values
-        kind = values.get("peft_type")
+        kind, start = source.values.get("peft_type"), str(source.values.get("init_lora_weights", True)).lower()
+        reasons = {}
         if kind is not None and str(kind).rpartition(".")[2].upper() != "LORA":
-            raise self._foreign(source, "peft_type", f"is a {kind}")
-        for name, why in _OTHER_SUMS.items():
-            if name in values and not _is_unset(values[name]):
-                raise self._foreign(source, name, why)
-        start = str(values.get("init_lora_weights", True)).lower()  # True is PEFT's default
-        if start not in _KEEPS_THE_BASE:
-            raise self._foreign(source, "init_lora_weights", f"'{start}' changes the model's own weights")
-
-    def _foreign(self, source: _Settings, name: str, why: str) -> CheckpointForeignError:
-        """Returns the error for a setting of an adapter that torchport cannot merge."""
-        remedy = (
-            "torchport merges pairs of matrices alone: merge this one into the checkpoint with PEFT's "
-            "merge_and_unload, or name a plain LoRA"
-        )
-        if name == "init_lora_weights":
-            remedy = (
-                "Save it again with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...), which "
-                "makes a plain LoRA of it"
-            )
-        return CheckpointForeignError(str(self._file), f"{source.name} has '{name}', and {why}", remedy, key=name)
+            reasons["peft_type"] = f"is a {kind}"
+        reasons |= {name: why for name, why in _OTHER_SUMS.items() if not _is_unset(source.values.get(name))}
+        if start not in _KEEPS_THE_BASE:  # PEFT's default is True
+            reasons["init_lora_weights"] = f"'{start}' changes the model's own weights"
+        for name, why in reasons.items():  # the first is enough
+            remedy = _PLAIN_AGAIN if name == "init_lora_weights" else _MERGED
+            raise CheckpointForeignError(str(self._file), f"{source.name} has '{name}', and {why}", remedy, key=name)
 
     def _alphas(self, source: _Settings, names: Sequence[str]) -> Iterator[tuple[str, float]]:
         """Yields the alphas that a source has for a layer: of a pattern that fits, or else all general ones.
@@ -389,12 +386,9 @@ def _layers_by_name(
         note(layer, layer)
         if name_in_file[tensor].endswith(f".{kind}"):
             note(name_in_file[tensor].removesuffix(f".{kind}"), layer)
-        for number, rule in enumerate(loras.names):
-            match = re.fullmatch(rule.match, layer)
-            if match is not None:
-                note(match.expand(rule.to), layer)
-                used.add(number)
-                break
+        name, number = renaming.renamed(layer, loras.names)
+        note(name, layer)
+        used.add(number)
     for number, rule in enumerate(loras.names):
         if number not in used:
             fact = f"Rule {number + 1}, '{rule.match}', is the first match of no layer of '{loras.component}'"
@@ -489,7 +483,8 @@ class _Reader:
 
     def _layer_additions(self, layer: str, name: str, keys: Mapping[str, str]) -> Iterator[tuple[str, _Addition]]:
         """Yields what the keys of one layer add to its weight and bias; refuses one matrix without the other."""
-        up, down = keys.get("up"), keys.get("down")
+        up = keys.get("up")
+        down = keys.get("down")
         if up is None or down is None:
             lone = next((keys[part] for part in ("up", "down", "up_bias", "alpha") if part in keys), None)
             if lone is not None:

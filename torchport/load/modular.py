@@ -58,9 +58,7 @@ _parameter = functools.partial(inspect.Parameter, kind=inspect.Parameter.POSITIO
 
 
 def _ends(cls: Any, blocks: Sequence[Any]) -> tuple[int, int]:
-    """Returns how many blocks there are up to the end of the text encoding, and up to the end of the loop. Refuses a
-    class whose blocks have another order.
-    """
+    """Returns the counts of blocks up to the end of text encoding and of the loop; refuses another order."""
     from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
 
     loops, encoders = [], []

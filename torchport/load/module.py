@@ -264,7 +264,8 @@ def tensors(
 
 def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -> dict[str, Stored]:
     """Returns where each tensor of a module is; refuses files with other keys, shapes or dtypes than the module's."""
-    state, stored = module.state_dict(), layout.stored(folder)
+    state = module.state_dict()
+    stored = layout.stored(folder)
     missing = sorted(set(state) - set(stored))
     foreign = sorted(set(stored) - set(state))
     if missing or foreign:
@@ -311,17 +312,14 @@ def check_filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
     return tensor
 
 
-def fill_buffers(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -> torch.nn.Module:
-    """Fills the buffers of a module from a component's files, and returns the module; its weights stay on meta. A
-    pipeline reads buffers, such as the mean of a VAE's latents, without calling the module.
-    """
+def fill_buffers(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -> None:
+    """Fills a module's buffers, such as the mean of a VAE's latents, from a component's files; weights stay on meta."""
     state = module.state_dict()
     names = {name for name, _ in module.named_buffers()} & state.keys()
     if names:
         stored = {name: where for name, where in layout.stored(folder).items() if name in names}
         buffers = {name: tensor.to(state[name].dtype) for name, tensor in layout.tensors(stored)}
         module.load_state_dict(buffers, assign=True, strict=False)
-    return module
 
 
 def fill(module: torch.nn.Module, folder: Path, what: str, layout: Layout = DIFFUSERS) -> torch.nn.Module:

@@ -25,7 +25,7 @@ def module_names(
     name_in_file: dict[str, str] = {}
     rule_of: dict[str, int | None] = {}
     for name in names:
-        new, rule_of[name] = _renamed(name, rules)
+        new, rule_of[name] = renamed(name, rules)
         if new in name_in_file:
             fact = f"'{name_in_file[new]}' and '{name}' of {file} both become '{new}'"
             remedy = "Mend the rules, or add the one that is not used to 'unread'"
@@ -36,19 +36,17 @@ def module_names(
     used = set(rule_of.values())
     for number, rule in enumerate(rules):
         if number not in used:
-            covered = any(re.fullmatch(rule.match, name) for name in names)
-            fact = f"Rule {number + 1}, '{rule.match}', " + (
-                f"matches only tensors of {file} that an earlier rule has taken"
-                if covered
-                else f"matches none of {len(names)} tensors of {file}"
-            )
+            found = f"none of {len(names)} tensors of {file}"
+            if any(re.fullmatch(rule.match, name) for name in names):
+                found = f"only tensors of {file} that an earlier rule has taken"
+            fact = f"Rule {number + 1}, '{rule.match}', matches {found}"
             plain = rule.match.replace("\\.", ".").replace("\\d+", "0")
             remedy = f"Remove it or mend it. {closest(plain, names)}"
             raise DeadRuleError(places[number], fact, remedy, rule=rule.match)
     return name_in_file
 
 
-def _renamed(name: str, rules: Sequence[RenameRule]) -> tuple[str, int | None]:
+def renamed(name: str, rules: Sequence[RenameRule]) -> tuple[str, int | None]:
     """Returns a name as the first matching rule renames it, with the rule's number; without one the name and None."""
     for number, rule in enumerate(rules):
         if match := re.fullmatch(rule.match, name):
@@ -72,20 +70,20 @@ def file_names(
     fitting: dict[str, list[str]] = {}
     for name in names:
         candidates = [*filter(None, (inverse(name) for inverse in inverses)), name]
-        fitting[name] = [c for c in candidates if _renamed(c, rules)[0] == name and not is_unread(c)]
+        fitting[name] = [c for c in candidates if renamed(c, rules)[0] == name and not is_unread(c)]
         if not fitting[name]:
             fact = f"No name in the file that becomes '{name}' can be told from the rules"
             raise BadValueError(places[0], fact, TURNED, name=name)
     name_in_file = {name: sources[0] for name, sources in fitting.items()}
     for number, rule in enumerate(rules):
-        rule_of = {name: _renamed(source, rules)[1] for name, source in name_in_file.items()}
+        rule_of = {name: renamed(source, rules)[1] for name, source in name_in_file.items()}
         uses = list(rule_of.values())
         if number in uses:
             continue
         # An earlier rule may have taken this rule's tensors. It gives one up if it renames several: a rule that
         # renames nothing is refused when the file is read.
         free = [name for name in fitting if uses.count(rule_of[name]) > 1]
-        others = ((name, source) for name in free for source in fitting[name] if _renamed(source, rules)[1] == number)
+        others = ((name, source) for name in free for source in fitting[name] if renamed(source, rules)[1] == number)
         other = next(others, None)
         if other is None:
             fact = f"Rule {number + 1}, '{rule.match}', names no tensor of the tiny module"

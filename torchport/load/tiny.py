@@ -197,9 +197,7 @@ _SINGLE = "model.safetensors"
 
 
 def save_in_layouts(card: Card, layouts: Mapping[str | None, Mapping[str, Layout]], make: Make, folder: Path) -> None:
-    """Saves all components where a card has them, by `save_pretrained` or under their layouts' files and names. The
-    layouts are by the checkpoint's variant, and then by component.
-    """
+    """Saves components by `save_pretrained`, or in their layouts, which are by variant and then component."""
     #: The files of components without a format of their own, which may share a file: what each is to hold.
     contents: dict[Path, dict[str, Any]] = {}
     for variant, by_component in layouts.items():
@@ -349,11 +347,8 @@ def tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
         return bare
     used = _prefix_length(bare, system)
     if used > spec.prefix_tokens:
-        raise BadValueError(
-            place,
-            f"'vocab_size' is {spec.vocab_size}, and the template's prefix takes {used} tokens",
-            f"Raise it until the prefix takes at most {spec.prefix_tokens}",
-        )
+        fact = f"'vocab_size' is {spec.vocab_size}, and the template's prefix takes {used} tokens"
+        raise BadValueError(place, fact, f"Raise it until the prefix takes at most {spec.prefix_tokens}")
     filler = FILLER * (spec.prefix_tokens - used)
     return cls(**arguments, chat_template=spec.chat_template.replace("{filler}", filler))
 

@@ -15,6 +15,7 @@ from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.load.foreign import tokenizing
 from torchport.save import tree
 from torchport.stages import outputs
+from torchport.stages.family import Tensors
 from torchport.stages.image_latents import VaeStandIn
 from torchport.stages.replay import OTHER_LOOP
 from torchport.stages.stand_in import ComponentStandIn
@@ -63,9 +64,7 @@ class RecordedComponent(ComponentStandIn):
 class ReplayedComponent(ComponentStandIn):
     """Takes a component's place in a pipeline, and returns what `encode` kept of its calls, from all `tensors`."""
 
-    def __init__(
-        self, component: torch.nn.Module, dtype: torch.dtype, name: str, place: str, tensors: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, component: torch.nn.Module, dtype: torch.dtype, name: str, place: str, tensors: Tensors) -> None:
         """Unpacks what `encode` kept; refuses the artefact if it has nothing of such components."""
         super().__init__(component, dtype)
         self.name = name

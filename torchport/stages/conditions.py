@@ -85,7 +85,8 @@ class Conditions:
 
 def _are_equal(value: Any, other: Any) -> bool:
     """Returns whether two inputs have equal values: tensors of one dtype, trees of tensors, or anything else."""
-    leaves, other_leaves = outputs.leaves({"": value}), outputs.leaves({"": other})
+    leaves = outputs.leaves({"": value})
+    other_leaves = outputs.leaves({"": other})
     if leaves.keys() != other_leaves.keys():
         return False
     for path, first in leaves.items():

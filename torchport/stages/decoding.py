@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from torchport.errors import BadValueError
+from torchport.stages.family import Tensors
 from torchport.stages.image_latents import EncodedVae
 
 ON_HOST = "Decode on the host: add 'host: [vae]' to the card's 'call'"
@@ -85,13 +86,9 @@ def part_of(video: torch.Tensor, picked: str) -> torch.Tensor:
 
 
 class PostponedVae(EncodedVae):
-    """Takes the VAE's place in a pipeline after the loop, and notes what its `decode` is called with. The `tensors` are
-    what `denoise` kept of an image.
-    """
+    """Takes the VAE's place after the loop, and notes what its `decode` is called with, for a later stage."""
 
-    def __init__(
-        self, vae: torch.nn.Module, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor], pipeline: str, place: str
-    ) -> None:
+    def __init__(self, vae: torch.nn.Module, dtype: torch.dtype, tensors: Tensors, pipeline: str, place: str) -> None:
         """Makes the placeholders for the video and the frames, with a refusal for code that computes with them."""
         super().__init__(vae, dtype, tensors, stage="denoise")
         self.pipeline = pipeline
@@ -101,8 +98,10 @@ class PostponedVae(EncodedVae):
         self.video = _pending(lambda function: self._refusal(f"calls '{function}' with what its VAE decoded"))
         self.frames = _pending(lambda function: self._refusal(f"calls '{function}' with its post-processed video"))
 
-    def _without_values(self, name: str, weight: torch.nn.Parameter) -> Any:
-        raise self._refusal(f"reads the VAE's weight '{name}'")
+    def _readable(self, value: Any, name: str) -> Any:
+        if isinstance(value, torch.nn.Parameter) and value.is_meta:
+            raise self._refusal(f"reads the VAE's weight '{name}'")
+        return super()._readable(value, name)
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
         """Notes the arguments as `inputs`, and returns a placeholder for the video, in the form of the VAE's `decode`.

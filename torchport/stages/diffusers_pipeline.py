@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Mapping
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torchport.save import tree
 from torchport.stages import frames, picture
 from torchport.stages.beside import KEPT
 from torchport.stages.decoding import PostponedVae, part_of, processor_of
-from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_noise
+from torchport.stages.family import ALWAYS, Call, Parts, Settings, Stage, Steps, Tensors, check_noise
 from torchport.stages.image_latents import LATENTS, MOMENTS, EncodedVae, EncodingVae, moments_of
 from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, LoopLeft, Replay, all_latents
 from torchport.stages.stand_in import ComponentStandIn
@@ -144,7 +144,7 @@ def _denoising(pipeline: _Stages, encoders: tuple[StageName, ...]) -> list[Stage
 class _Stages(UpstreamPipeline):
     """The verbs of the stages, such as `encode`, around upstream's pipeline."""
 
-    def encode(self, parts: Mapping[str, Any], call: None, settings: Settings, steps: Steps) -> dict[str, torch.Tensor]:
+    def encode(self, parts: Parts, call: None, settings: Settings, steps: Steps) -> Tensors:
         """Returns the prompts' embeddings by the names of the pipeline's arguments, in the dtypes of `encode_prompt`.
 
         With them come the moments of an image, if the VAE is on the host; and what components of `before` return.
@@ -183,7 +183,12 @@ class _Stages(UpstreamPipeline):
         absent = [name for name, value in embeddings.items() if value is None]
         embeddings |= {name: self._mask_of_ones(name, embeddings, settings) for name in absent}
         for name, value in embeddings.items():
-            self._check_dtype(name, value.dtype, settings)
+            dtype, by_card = value.dtype, self._dtype(name, settings)
+            if dtype != by_card and not (dtype.is_floating_point and by_card.is_floating_point):
+                returned, named = (str(each).removeprefix("torch.") for each in (dtype, by_card))
+                fact = f"'{self.name}.encode_prompt' returns '{name}' in {returned}, and the card says {named}"
+                remove, write = f"Remove '{name}' from 'dtypes'", f"Write 'dtypes: {{{name}: {returned}}}'"
+                raise BadValueError(self.place, fact, remove if dtype.is_floating_point else write, name=name)
         return embeddings
 
     def _mask_of_ones(self, name: str, embeddings: Mapping[str, Any], settings: Settings) -> torch.Tensor:
@@ -191,15 +196,11 @@ class _Stages(UpstreamPipeline):
 
         Refuses None for an embedding that is no mask. A mask has as many tokens as the prompt's other embeddings.
         """
-        shapes = self.card.shapes
-        is_negative = name.startswith("negative_")
+        shapes, is_negative = self.card.shapes, name.startswith("negative_")
         token_counts = []
         for other, value in embeddings.items():
-            shape = list(shapes[other] or ())
-            if value is None or TOKENS not in shape:
-                continue
-            if other.startswith("negative_") == is_negative:
-                token_counts.append(value.shape[shape.index(TOKENS)])
+            if value is not None and other.startswith("negative_") == is_negative:
+                token_counts += [n for n, size in zip(value.shape, shapes[other] or (), strict=False) if size == TOKENS]
         sizes = [token_counts[0] if size == TOKENS and token_counts else size for size in shapes[name] or ()]
         numbers = [size for size in sizes if isinstance(size, int)]
         if "mask" not in name or len(numbers) < len(sizes):
@@ -207,15 +208,13 @@ class _Stages(UpstreamPipeline):
             raise BadValueError(self.place, fact, "Write null for it in 'embeddings'", name=name)
         return torch.ones(numbers, dtype=self._dtype(name, settings))
 
-    def _encoded_in_call(
-        self, parts: Mapping[str, Any], encoders: Mapping[str, Any], settings: Settings
-    ) -> list[tuple[Any, ...]]:
+    def _encoded_in_call(self, parts: Parts, encoders: Parts, settings: Settings) -> list[tuple[Any, ...]]:
         """Returns the values of each call of `encode_prompt` that the pipeline's call makes before its first step."""
         encoded: list[tuple[Any, ...]] = []
         vae = EncodingVae(parts["vae"], settings.dtypes["vae"], self.place)
         others, image = {**self.others(parts, settings), **encoders}, self._image(settings)
         # The call appends to `encoded`. It takes prompts, and no embeddings.
-        self._first_latents(parts, settings, embeddings={}, vae=vae, others=others, image=image, encoded=encoded)
+        self._first_latents(parts, settings, {}, vae, others, arguments=image, encoded=encoded)
         expected = 2 if self.card.negative_apart and self.is_guided(settings) else 1
         if len(encoded) != expected:
             fact = f"'{self.name}' calls 'encode_prompt' {len(encoded)} times, and the card says {expected}"
@@ -229,13 +228,7 @@ class _Stages(UpstreamPipeline):
                 raise BadValueError(self.place, fact, "Write its shape in 'embeddings', or null for None", name=name)
         return encoded
 
-    def _before(
-        self,
-        parts: Mapping[str, Any],
-        settings: Settings,
-        embeddings: Mapping[str, torch.Tensor],
-        image: Mapping[str, Any],
-    ) -> dict[str, torch.Tensor]:
+    def _before(self, parts: Parts, settings: Settings, embeddings: Tensors, image: Parts) -> Tensors:
         """Returns what the components in the card's `before` return, as named tensors; zeros if those are on meta.
 
         See `_moments` for the arguments.
@@ -243,16 +236,12 @@ class _Stages(UpstreamPipeline):
         others = self.others(parts, settings)
         vae = EncodingVae(parts["vae"], settings.dtypes["vae"], self.place)
         encoders = {name: parts[name] for name in self.card.encoders if name in parts}
-        self._first_latents(parts, settings, embeddings, vae, {**encoders, **others}, image=image)
+        self._first_latents(parts, settings, embeddings, vae, {**encoders, **others}, arguments=image)
         tensors = tree.packed({name: others[name].returned for name in self.called_before})
         return {f"{KEPT}.{name}": tensor for name, tensor in tensors.items()}
 
-    def encode_image(
-        self, parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps
-    ) -> dict[str, torch.Tensor]:
-        """Returns the moments that the VAE encodes the image as, `image_moments_0` and so on. `call` is the VAE as a
-        compiled network, through `image_encoded`.
-        """
+    def encode_image(self, parts: Parts, call: Call, settings: Settings, steps: Steps) -> Tensors:
+        """Returns the moments that `call`, the VAE, encodes the image as: `image_moments_0` and so on."""
         embeddings = self.embeddings_like(parts, settings)  # zeros suffice: no image depends on embeddings
         return self._moments(parts, settings, embeddings, self._image(settings), call)
 
@@ -261,13 +250,8 @@ class _Stages(UpstreamPipeline):
         return moments_of(vae, self.place, **inputs)
 
     def _moments(
-        self,
-        parts: Mapping[str, Any],
-        settings: Settings,
-        embeddings: Mapping[str, torch.Tensor],
-        image: Mapping[str, Any],
-        call: Call | None = None,
-    ) -> dict[str, torch.Tensor]:
+        self, parts: Parts, settings: Settings, embeddings: Tensors, image: Parts, call: Call | None = None
+    ) -> Tensors:
         """Returns the moments that the pipeline gets from its VAE before its first step, `image_moments_0` and so on.
 
         Args:
@@ -280,7 +264,7 @@ class _Stages(UpstreamPipeline):
             parts["vae"].enable_tiling()
         vae = EncodingVae(parts["vae"], dtype, self.place, call)
         embeddings = {name: v.to(dtype) if v.is_floating_point() else v for name, v in embeddings.items()}
-        self._first_latents(parts, settings, embeddings, vae, self.others(parts, settings), image=image)
+        self._first_latents(parts, settings, embeddings, vae, self.others(parts, settings), arguments=image)
         if not vae.moments:
             fact = f"'{self.name}' does not call its VAE's 'encode' before its first step"
             raise BadValueError(self.place, fact, OTHER_LOOP)
@@ -291,7 +275,8 @@ class _Stages(UpstreamPipeline):
 
         Refuses an image of another shape than the job's, by more than 1 %, where the pipeline takes no size.
         """
-        name, file = self.card.image, settings.image
+        name = self.card.image
+        file = settings.image
         if name is None or file is None:
             return {}
         image = picture.read(file, settings.frames if self.card.edits else None)
@@ -308,14 +293,14 @@ class _Stages(UpstreamPipeline):
         taken = [name for name, shape in self.card.shapes.items() if shape is not None]
         return [name for name in taken if is_guided or not name.startswith("negative_")]
 
-    def inputs_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
+    def inputs_like(self, parts: Parts, settings: Settings) -> Tensors:
         """Returns tensors of the shapes that `encode` and `encode_image` return."""
         embeddings = self.embeddings_like(parts, settings)
         moments = self._moments(parts, settings, embeddings, image={}) if self.card.encodes_video else {}
         before = self._before(parts, settings, embeddings, image={}) if self.called_before else {}
         return embeddings | moments | before
 
-    def embeddings_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
+    def embeddings_like(self, parts: Parts, settings: Settings) -> Tensors:
         """Returns embeddings of the shapes and dtypes that `encode` returns."""
         result = {}
         for name in self._embedding_names(settings):
@@ -333,7 +318,7 @@ class _Stages(UpstreamPipeline):
         dtype: torch.dtype = settings.dtypes[self.network] if by_card is None else getattr(torch, by_card)
         return dtype
 
-    def _size(self, size: int | str, parts: Mapping[str, Any]) -> int:
+    def _size(self, size: int | str, parts: Parts) -> int:
         """Returns the number that a size in the card's `embeddings` stands for.
 
         `tokens` is the card's number of tokens. `in_channels*vae.scale` is the network's `in_channels` times the VAE's
@@ -358,20 +343,7 @@ class _Stages(UpstreamPipeline):
             numbers.append(number)
         return math.prod(numbers)
 
-    def _check_dtype(self, name: str, dtype: torch.dtype, settings: Settings) -> None:
-        """Refuses an embedding of whole numbers where the card has floating-point numbers, and the other way round."""
-        by_card = self._dtype(name, settings)
-        if dtype == by_card or (dtype.is_floating_point and by_card.is_floating_point):
-            return
-        returned, named = (str(each).removeprefix("torch.") for each in (dtype, by_card))
-        fact = f"'{self.name}.encode_prompt' returns '{name}' in {returned}, and the card says {named}"
-        remove, write = f"Remove '{name}' from 'dtypes'", f"Write 'dtypes: {{{name}: {returned}}}'"
-        remedy = remove if dtype.is_floating_point else write
-        raise BadValueError(self.place, fact, remedy, name=name)
-
-    def denoise(
-        self, parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, **inputs: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def denoise(self, parts: Parts, call: Call, settings: Settings, steps: Steps, **inputs: torch.Tensor) -> Tensors:
         """Returns the latents that upstream's loop ends with; the loop calls `call` as its network.
 
         Args:
@@ -387,8 +359,8 @@ class _Stages(UpstreamPipeline):
         return self._denoised(parts, {self.card.networks[-1]: call}, settings, replay, **inputs)
 
     def denoise_first(
-        self, parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, **inputs: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+        self, parts: Parts, call: Call, settings: Settings, steps: Steps, **inputs: torch.Tensor
+    ) -> Tensors:
         """Returns the loop's state where the second network takes over; see `denoise` for the arguments.
 
         Returns:
@@ -407,15 +379,10 @@ class _Stages(UpstreamPipeline):
         raise BadValueError("'steps'", fact, f"Take more, so that both '{first}' and '{second}' have some")
 
     def _denoised(
-        self,
-        parts: Mapping[str, Any],
-        calls: Mapping[str, Call],
-        settings: Settings,
-        replay: Replay,
-        noise: torch.Tensor | None = None,
-        **inputs: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
-        """Returns the latents that upstream's loop ends with; see `denoise`. Without `noise` the pipeline draws it."""
+        self, parts: Parts, calls: Mapping[str, Call], settings: Settings, replay: Replay, **inputs: torch.Tensor
+    ) -> Tensors:
+        """Returns the latents that upstream's loop ends with; see `denoise`."""
+        noise = inputs.pop("noise", None)
         moments = {name: inputs.pop(name) for name in sorted(inputs) if name.startswith(MOMENTS)}
         before = {name: inputs.pop(name) for name in sorted(inputs) if name.startswith(f"{KEPT}.")}
         # They may have been encoded for another dtype of the network's. Masks stay what they are.
@@ -438,13 +405,8 @@ class _Stages(UpstreamPipeline):
         return {**latents, GENERATOR: replay.state[GENERATOR], **vae.drawn}
 
     def _starting_latents(
-        self,
-        parts: Mapping[str, Any],
-        settings: Settings,
-        embeddings: Mapping[str, torch.Tensor],
-        image: Mapping[str, torch.Tensor],
-        stage: str,
-    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        self, parts: Parts, settings: Settings, embeddings: Tensors, image: Tensors, stage: str
+    ) -> tuple[list[torch.Tensor], Tensors]:
         """Returns the latents that upstream's loop begins with, and the image's latents, `image_latents_0` and so on.
         `image` has the image's moments or latents, which `stage` kept.
         """
@@ -453,27 +415,19 @@ class _Stages(UpstreamPipeline):
         return latents, vae.drawn
 
     def _first_latents(
-        self,
-        parts: Mapping[str, Any],
-        settings: Settings,
-        embeddings: Mapping[str, torch.Tensor],
-        vae: ComponentStandIn,
-        others: Mapping[str, Any],
-        image: Mapping[str, Any] = MappingProxyType({}),
-        encoded: list[tuple[Any, ...]] | None = None,
+        self, parts: Parts, settings: Settings, embeddings: Tensors, vae: ComponentStandIn, others: Parts, **fields: Any
     ) -> list[torch.Tensor]:
-        """Returns the latents at the first step of upstream's loop: the pipeline runs up to there, and is left. The
-        values of each call of `encode_prompt` are appended to `encoded`; without the list, `embeddings` has them.
+        """Returns the latents at the first step of upstream's loop: the pipeline runs up to there, and is left. Further
+        `fields` are those of `PipelineInputs`.
         """
         loop = First(copy.deepcopy(parts["scheduler"]), self.latents)
-        given = PipelineInputs(parts, settings, embeddings, loop, vae, others, arguments=image, encoded=encoded)
         try:
-            self.called(given)
+            self.called(PipelineInputs(parts, settings, embeddings, loop, vae, others, **fields))
         except LoopLeft:
             return loop.samples
         raise BadValueError(self.place, f"'{self.name}' never calls its scheduler's 'step'", OTHER_LOOP)
 
-    def latents_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
+    def latents_like(self, parts: Parts, settings: Settings) -> Tensors:
         """Returns tensors of the shapes and dtypes that `denoise` returns."""
         embeddings, moments = self.embeddings_like(parts, settings), {}
         if self.card.encodes_video:
@@ -485,8 +439,8 @@ class _Stages(UpstreamPipeline):
         return {**latents, GENERATOR: torch.Generator().get_state(), **image_latents}
 
     def decode(
-        self, parts: Mapping[str, Any], call: Call | None, settings: Settings, steps: Steps, **inputs: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+        self, parts: Parts, call: Call | None, settings: Settings, steps: Steps, **inputs: torch.Tensor
+    ) -> Tensors:
         """Returns the frames that upstream makes of finished latents: its loop is replayed without a network's call.
 
         Args:
@@ -534,7 +488,7 @@ class _Stages(UpstreamPipeline):
         next(progress, None)
         return {"frames": frames.checked(*pixels), **self._sound(parts, sound)}
 
-    def _sound(self, parts: Mapping[str, Any], sounds: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _sound(self, parts: Parts, sounds: list[torch.Tensor]) -> Tensors:
         """Returns the sound that a pipeline made, with its rate, by name; an empty dict if the pipeline makes none."""
         if self.card.sound is None:
             return {}

@@ -15,6 +15,11 @@ from torchport.errors import ArtefactForeignError, BadValueError, ReplacementErr
 from torchport.files.folder import as_named
 from torchport.progress import log
 
+Parts = Mapping[str, Any]
+"""Components of a model, by name."""
+Tensors = dict[str, torch.Tensor]
+"""Tensors by name, such as the inputs or outputs of a stage."""
+
 
 class Call(Protocol):
     """One network, ready to be called: the module itself in PyTorch, or its program on the mesh."""

@@ -26,9 +26,7 @@ MOMENTUM = "momentum"
 
 
 def guider(from_checkpoint: Any, settings: Settings, place: str = "guider") -> Any:
-    """Returns the guider of a run, with the job's scale: the class that the job names, or else the checkpoint's object.
-    Refuses a class that does more than to combine two predictions.
-    """
+    """Returns the guider of a run, with the job's scale; refuses a class that does more than combine predictions."""
     if settings.guider is None:
         return from_checkpoint.new(**{SCALE: settings.guidance_scale})
     from diffusers import guiders
@@ -50,11 +48,8 @@ def guider(from_checkpoint: Any, settings: Settings, place: str = "guider") -> A
 
 
 def instance(cls: Any, chosen: Mapping[str, Any], place: str, **given: Any) -> Any:
-    """Returns an object of a guider's or scheduler's class that a job chooses; refuses wrong arguments.
-
-    Args:
-        chosen: The mapping in the job: arguments of the constructor, and `class` beside them.
-        given: Further arguments, which a job cannot choose.
+    """Returns an object of a guider's or scheduler's class that a job chooses; refuses wrong arguments. `chosen` is the
+    mapping in the job, with `class`; `given` are arguments that no job can choose.
     """
     name = cls.__name__
     arguments = {key: value for key, value in chosen.items() if key != "class"}
@@ -106,9 +101,7 @@ def state(guider: Any) -> dict[str, torch.Tensor]:
 
 
 def resume(guider: Any, inputs: Mapping[str, Any], saved: Mapping[str, torch.Tensor]) -> None:
-    """Gives a new guider, which has taken no step, the state that another guider carried, as `state` returned it. The
-    inputs are the conditions, as `prepare_inputs` takes them.
-    """
+    """Gives a new guider what another carried, as `state` returned it. `inputs` are as for `prepare_inputs`."""
     guider.set_state(step=0, num_inference_steps=1, timestep=torch.zeros(()))
     guider.prepare_inputs(dict(inputs))  # at its first step a guider makes its buffer
     if MOMENTUM in saved:

@@ -9,14 +9,14 @@ again.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from torchport.errors import ArtefactForeignError, BadValueError
-from torchport.stages.family import Call
+from torchport.stages.family import Call, Tensors
 from torchport.stages.replay import OTHER_LOOP
 from torchport.stages.stand_in import ComponentStandIn
 
@@ -37,15 +37,8 @@ class VaeStandIn(ComponentStandIn):
         """Returns an attribute's value: ones for a buffer on meta; for a module with such buffers, a wrapper."""
         if isinstance(value, torch.nn.Module) and any(buffer.is_meta for buffer in value.buffers(recurse=False)):
             return _Attributes(lambda key: self._readable(getattr(value, key), f"{name}.{key}"))
-        if not isinstance(value, torch.Tensor) or not value.is_meta:
-            return value
-        if isinstance(value, torch.nn.Parameter):
-            return self._without_values(name, value)
-        return torch.ones(value.shape, dtype=value.dtype)
-
-    def _without_values(self, name: str, weight: torch.nn.Parameter) -> Any:
-        """Returns a weight on meta as it is. `PostponedVae` refuses it instead."""
-        return weight
+        is_buffer = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+        return torch.ones(value.shape, dtype=value.dtype) if is_buffer and value.is_meta else value
 
 
 class _Attributes:
@@ -113,9 +106,7 @@ class EncodedVae(VaeStandIn):
         stage: `encode` or `encode_image`, which kept moments; or `denoise`, which kept what the loop drew of them.
     """
 
-    def __init__(
-        self, vae: torch.nn.Module, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor], stage: str
-    ) -> None:
+    def __init__(self, vae: torch.nn.Module, dtype: torch.dtype, tensors: Tensors, stage: str) -> None:
         super().__init__(vae, dtype)
         self.tensors = tensors
         self.stage = stage

@@ -136,13 +136,8 @@ def network_calls(
     count: bool = True,
     **inputs: torch.Tensor,
 ) -> list[NetworkCall]:
-    """Returns the calls that a stage's verb makes of its network, in the order of first calls; the verb itself runs.
-
-    Args:
-        stage: It has a network, and says what its inputs are like (`Stage.like`).
-        module: What is compiled of the network; it is moved to meta.
-        how: Calls the network: `how(module, **inputs)` returns its output.
-        **inputs: Inputs that exist already.
+    """Returns the calls that a stage's verb makes of its network, in the order of first calls; the verb itself runs,
+    with `inputs`, and with those that `Stage.like` returns. `module` is what is compiled; see `Recorder`.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException
 

@@ -126,9 +126,7 @@ class Loop:
 
 
 def latents_of(state: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Returns the latents in the state of a loop after a step: a family's state calls them `latents`, and in that of a
-    `Replay` they are the first that `step` returned. Returns None if the state has neither.
-    """
+    """Returns the latents in a loop's state, a family's or a `Replay`'s; None if it has neither."""
     return next((state[name] for name in ("latents", f"{RETURNED}.0") if name in state), None)
 
 
@@ -213,7 +211,8 @@ class Replay(Loop):
 
     def returned(self, track: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns the saved result for a step that is done; takes any other, and passes the state to `finished`."""
-        step, is_last = self.tracks[track], track == self.count - 1
+        step = self.tracks[track]
+        is_last = track == self.count - 1
         if self.number == 1:
             self.fields.append(dict(vars(step.scheduler)))
         if self.number <= self.done:

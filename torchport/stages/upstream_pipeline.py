@@ -18,7 +18,7 @@ from torchport.stages import guiding
 from torchport.stages.beside import EncodePrompt, RecordedComponent, ReplayedComponent, SilentComponent
 from torchport.stages.conditions import Conditions
 from torchport.stages.decoding import PostponedVae
-from torchport.stages.family import Call, Settings
+from torchport.stages.family import Call, Parts, Settings, Tensors
 from torchport.stages.replay import OTHER_LOOP, Loop
 from torchport.stages.stand_in import ComponentStandIn, NetworkStandIn
 
@@ -30,12 +30,12 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 class PipelineInputs:
     """All that one call of upstream's pipeline is made with: its components, and the arguments of the call."""
 
-    parts: Mapping[str, Any]  #: The networks, for their configurations.
+    parts: Parts  #: The networks, for their configurations.
     settings: Settings
-    embeddings: Mapping[str, torch.Tensor]
+    embeddings: Tensors
     loop: Loop  #: The scheduler's steps, and the seed's generator.
     vae: Any  #: In the place of the VAE. A `PostponedVae` also replaces the pipeline's post-processing.
-    others: Mapping[str, Any]  #: Further components, by name.
+    others: Parts  #: Further components, by name.
     #: The stage's network, by its name; none where every step is done.
     calls: Mapping[str, Call] = dataclasses.field(default_factory=dict)
     is_latent: bool = True  #: Whether the pipeline returns latents, or frames.
@@ -84,7 +84,7 @@ class UpstreamPipeline:
         """Returns whether there are negative embeddings. At a scale of 1.0, the sound may still be guided."""
         return settings.guidance_scale != 1.0 or (self.card.sound is not None and self.card.takes_negative)
 
-    def encoded(self, encoders: Mapping[str, Any], settings: Settings) -> tuple[Any, ...]:
+    def encoded(self, encoders: Parts, settings: Settings) -> tuple[Any, ...]:
         """Returns the values of upstream's `encode_prompt`, as a tuple.
 
         Of `prompt`, `negative_prompt`, `do_classifier_free_guidance`, `device` and `dtype`, upstream gets those that
@@ -111,7 +111,12 @@ class UpstreamPipeline:
 
     def called(self, inputs: PipelineInputs) -> list[torch.Tensor]:
         """Runs upstream's pipeline, and returns its latents or frames; and after them its sound, if it makes any."""
-        pipe = self.built({**inputs.others, **self._stand_ins(inputs)})
+        stand_ins: dict[str, Any] = {"vae": inputs.vae, "scheduler": inputs.loop.scheduler}
+        for name in self.card.networks:
+            dtype, call = inputs.settings.dtypes[name], inputs.calls.get(name)
+            conditions = self._conditions(name, inputs.settings, inputs.embeddings)
+            stand_ins[name] = NetworkStandIn(inputs.parts[name], dtype, inputs.loop, call, conditions)
+        pipe = self.built({**inputs.others, **stand_ins})
         pipe.set_progress_bar_config(disable=True)
         if isinstance(inputs.vae, PostponedVae):
             inputs.vae.take_over(pipe)
@@ -126,15 +131,6 @@ class UpstreamPipeline:
             raise self._wrong_result("latent", results[0], "a tensor")
         inputs.loop.finish()
         return results
-
-    def _stand_ins(self, inputs: PipelineInputs) -> dict[str, Any]:
-        """Returns the components that take the places of the networks, the VAE and the scheduler, by name."""
-        stand_ins: dict[str, Any] = {"vae": inputs.vae, "scheduler": inputs.loop.scheduler}
-        for name in self.card.networks:
-            dtype, call = inputs.settings.dtypes[name], inputs.calls.get(name)
-            conditions = self._conditions(name, inputs.settings, inputs.embeddings)
-            stand_ins[name] = NetworkStandIn(inputs.parts[name], dtype, inputs.loop, call, conditions)
-        return stand_ins
 
     def _answered(self, pipe: Any, inputs: PipelineInputs) -> PipelineInputs:
         """Replaces the `encode_prompt` of a pipeline whose call calls it; returns the call's inputs, with prompts."""
@@ -155,7 +151,8 @@ class UpstreamPipeline:
         job's fields, the card's constants, the job's `call`, the embeddings, `arguments`. A prompt is None unless
         `arguments` has it.
         """
-        settings, arguments = inputs.settings, inputs.arguments
+        settings = inputs.settings
+        arguments = inputs.arguments
         self._check_call(pipe, settings)
         prompts, takes = ("prompt", "negative_prompt"), inspect.signature(pipe.__call__).parameters
         result = {name: arguments.get(name) for name in prompts if name in takes}  # some have "" by default
@@ -184,9 +181,7 @@ class UpstreamPipeline:
             fact = f"'{self.name}' steps with {len(replay.tracks)} of its {self.latents} latents"
             raise BadValueError(self.place, fact, f"Each needs the scheduler or a deep copy of it. {OTHER_LOOP}")
 
-    def others(
-        self, parts: Mapping[str, Any], settings: Settings, tensors: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, Any]:
+    def others(self, parts: Parts, settings: Settings, tensors: Tensors | None = None) -> dict[str, Any]:
         """Returns the pipeline's components beside network, VAE and scheduler, by name; those of sound are silent. With
         `tensors`, which `encode` kept, the components of `before` return these. Else they are called and recorded.
         """
@@ -201,16 +196,14 @@ class UpstreamPipeline:
             others |= {name: ComponentStandIn(parts[name], dtypes[name]) for name in self.text_encoders}
         return others | {name: SilentComponent(parts[name], dtypes[name]) for name in self.sound_parts}
 
-    def without_weights(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    def without_weights(self, parts: Parts, settings: Settings) -> dict[str, Any]:
         """Returns the components in `processors` that `parts` has, by name; the guider is built for the job's scale."""
         processors = {name: parts[name] for name in self.processors if name in parts}
         if "guider" in processors:
             processors["guider"] = guiding.guider(parts["guider"], settings)
         return processors
 
-    def _conditions(
-        self, network: str, settings: Settings, embeddings: Mapping[str, torch.Tensor]
-    ) -> Conditions | None:
+    def _conditions(self, network: str, settings: Settings, embeddings: Tensors) -> Conditions | None:
         """Returns what computes a network's two calls of a step as one batch; None for a network with one call."""
         if not self.card.conditions or not embeddings or not self.is_guided(settings):
             return None
@@ -238,7 +231,7 @@ class UpstreamPipeline:
         fact = f"'{self.name}' with output_type '{output_type}' returns {kind}, and not {needed}"
         return BadValueError(self.place, fact, "Write a family of its own for it: docs/families.md")
 
-    def built(self, parts: Mapping[str, Any]) -> Any:
+    def built(self, parts: Parts) -> Any:
         """Returns upstream's pipeline object around some parts; a component that `parts` lacks is None."""
         cls = class_of(self.class_path)
         self._check_takes("__init__", cls.__init__, self.card.init)
