@@ -241,8 +241,10 @@ def _with_cache(
     full, outputs = _program(outline, first, task.machine, dump)
     kept = None if outputs is None else outputs[1]  # outputs of blocks, for steps that reuse them
     # An extrapolation also keeps differences of earlier steps on the devices, besides inputs and outputs.
-    leaves = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(kept)]
-    kept_bytes = cache.differences * sum(math.prod(shape) * dtype.itemsize for shape, dtype in leaves)
+    kept_bytes = 0
+    for leaf in jax.tree.leaves(kept):
+        elements = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        kept_bytes += cache.differences * elements * leaf.dtype.itemsize
     yield full.holding(kept_bytes)
     if kept is not None and computed < steps:
         assert called.flops is not None

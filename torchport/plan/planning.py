@@ -311,8 +311,11 @@ def _average_step(programs: Sequence[ProgramPlan], steps: int) -> tuple[Communic
         for operation in program.largest:
             operations.append(operation.model_copy(update={"ms": operation.ms * program.times / steps}))
     operations.sort(key=lambda operation: -operation.ms)
-    steps_ms = [(p.per_step.communication_ms if p.per_step else None, p.times) for p in programs]
-    known = [ms * times / steps for ms, times in steps_ms if ms is not None]
+    known = []
+    for program in programs:
+        step = program.per_step
+        if step is not None and step.communication_ms is not None:
+            known.append(step.communication_ms * program.times / steps)
     sent_ms = sum(known) if len(known) == len(programs) else None
     communication = Communication(communication_ms=sent_ms, collectives=sent)
     total: dict[str, float | None] = {}

@@ -195,8 +195,15 @@ def _collectives(program: hlo.HloProgram, computation: str | None, spots: Sequen
             ((grid.ports(collective.kind, group), grid.links(group)) for group in groups), default=(1.0, "none")
         )
         line = str(collective.source) if collective.source else None
-        kind, size, group = collective.kind, collective.bytes, collective.group_size
-        key = Collective(kind=kind, bytes=size, count=0, group=group, source=line, links=links, ports=ports)
+        key = Collective(
+            kind=collective.kind,
+            bytes=collective.bytes,
+            count=0,
+            group=collective.group_size,
+            source=line,
+            links=links,
+            ports=ports,
+        )
         counts[key] += collective.times
     return [key.model_copy(update={"count": count}) for key, count in counts.items()]
 

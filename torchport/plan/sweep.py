@@ -15,7 +15,7 @@ from torchport.compile.in_force import in_force
 from torchport.config.card import Card
 from torchport.config.machine import GIB, Machine, parse_machine
 from torchport.config.pack import find_pack
-from torchport.config.strategy import Axis
+from torchport.config.strategy import Axis, Rule
 from torchport.errors import BadValueError, MeshError, TorchportError
 from torchport.plan.figures import JobPlan, mesh_text, moved_bytes
 from torchport.plan.planning import of_task, on_slice, require_tpu
@@ -122,7 +122,7 @@ def choices(card: Card, machine: Machine) -> Iterator[SweptMesh]:
     """Yields every strategy of a card on every mesh of all devices of a machine, over axes that the strategy names."""
     divisors = [size for size in range(1, machine.devices + 1) if machine.devices % size == 0]
     for name, strategy in card.strategies.items():
-        groups = (*strategy.weights.values(), *strategy.inputs.values())
+        groups: list[Sequence[Rule]] = [*strategy.weights.values(), *strategy.inputs.values()]
         rules = [rule for group in groups for rule in group]
         activations = [rule for group in strategy.activations.values() for rule in group]
         axes = axes_of(rules, activations)
