@@ -7,7 +7,6 @@ import gc
 import hashlib
 import shutil
 from importlib import import_module
-from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -41,8 +40,8 @@ class InTurn:
     def __exit__(self, *error):
         return False
 
-    def submit(self, function, *arguments):
-        return SimpleNamespace(result=functools.partial(function, *arguments))
+    def submit(self, function, *arguments, **options):
+        return mock.Mock(result=functools.partial(function, *arguments, **options))
 
 
 @contextlib.contextmanager

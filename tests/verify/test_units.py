@@ -1,6 +1,7 @@
 """Units whose error the network's output does not show, on a small network whose output is its first token."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torchport.verify import verification, yardstick
 from torchport.verify.borders import Border, Copies, WatchedCall
 from torchport.verify.recording import RecordedCall
 from torchport.verify.report import Unit, Verdict
-from torchport.verify.units import MeasuredUnit, Units, measured_units, port_outputs
+from torchport.verify.units import MeasuredUnit, Units, measured_units, outputs_of
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 ROUNDING = 1e-6
@@ -123,8 +124,7 @@ def leaking():
 
 
 def test_an_error_that_only_a_later_fault_shows_is_harmless_in_the_original():
-    in_original = port_outputs(HostPort(), recorded())
-    units = verdicts(leaking(), outputs=in_original)
+    units = verdicts(leaking(), outputs=functools.partial(outputs_of, HostPort().called, recorded()))
     assert [unit.verdict for unit in units.values()] == [Verdict.SAME, Verdict.OTHER, Verdict.SAME]
     assert units["inlet"].effect == 0
     assert verdicts(leaking())["inlet"].verdict is Verdict.OTHER  # beside a capture, the port itself shows effects

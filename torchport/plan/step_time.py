@@ -6,6 +6,7 @@ and links. The compiler estimates all else. The model lets nothing overlap.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -79,7 +80,7 @@ class ProgramTime:
         kernels = self.program.kernels(body)
         return BlockTime(
             count=self.loop.trips * self.loop.times,
-            other_ms=self._ms(self.loop.cycles) + 1e3 * self._kernel_seconds(body),
+            other_ms=1e3 * self.loop.cycles / self.chip.clock + 1e3 * self._kernel_seconds(body),
             kernels=[
                 KernelTime(kernel=name, count=times, ms=1e3 * self.passes[name])
                 for name, times in kernels.items()
@@ -130,7 +131,9 @@ class ProgramTime:
         ]
         compiled = [
             Operation(
-                ms=self._ms(runs.cycles), opcode=runs.instruction.opcode, source=str(runs.instruction.source or "")
+                ms=1e3 * runs.cycles / self.chip.clock,
+                opcode=runs.instruction.opcode,
+                source=str(runs.instruction.source or ""),
             )
             for runs in self.program.largest(10, computation)
         ]
@@ -160,9 +163,6 @@ class ProgramTime:
         """Returns the modelled seconds of all kernels but attention, in a computation, or for None in the program."""
         return sum(times * self.passes.get(kernel, 0.0) for kernel, times in self.program.kernels(computation).items())
 
-    def _ms(self, cycles: int) -> float:
-        return 1e3 * cycles / self.chip.clock
-
 
 def program_time(
     task: Task, compiled: aot.CompiledProgram, program: hlo.HloProgram, denoises: bool = True
@@ -186,7 +186,7 @@ def floor_seconds(flops: int, machine: Machine) -> float:
 
 def _collectives(program: hlo.HloProgram, computation: str | None, spots: Sequence[grid.Spot]) -> list[Collective]:
     """Returns the collectives of a computation, or for None of the program; equal collectives are counted together."""
-    counts: dict[Collective, int] = {}
+    counts = collections.Counter[Collective]()
     for collective in program.collectives(computation):
         # A group of a single device moves nothing, and has no links.
         groups = [[spots[n] for n in group] for group in collective.groups if len(set(group)) > 1]
@@ -204,7 +204,7 @@ def _collectives(program: hlo.HloProgram, computation: str | None, spots: Sequen
             links=links,
             ports=ports,
         )
-        counts[key] = counts.get(key, 0) + collective.times
+        counts[key] += collective.times
     return [key.model_copy(update={"count": count}) for key, count in counts.items()]
 
 

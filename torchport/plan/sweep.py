@@ -91,12 +91,8 @@ def sweep(
     outcomes = [(choice, outcome) for (choice, _), outcome in zip(valid, results, strict=True)]
     planned = [(choice, outcome) for choice, outcome in outcomes if not isinstance(outcome, TorchportError)]
     failed = [(choice, outcome) for choice, outcome in outcomes if isinstance(outcome, TorchportError)]
-
-    def rank(pair: tuple[SweptMesh, JobPlan]) -> tuple[bool, float]:
-        seconds = pair[1].stage(STAGE).step.model_s
-        return not pair[1].fits, math.inf if seconds is None else seconds
-
-    return Sweep(card.model, machine.name, sorted(planned, key=rank), failed, skipped)
+    planned.sort(key=lambda pair: (not pair[1].fits, pair[1].stage(STAGE).step.model_s or math.inf))
+    return Sweep(card.model, machine.name, planned, failed, skipped)
 
 
 def _checked(
@@ -126,10 +122,8 @@ def choices(card: Card, machine: Machine) -> Iterator[SweptMesh]:
     """Yields every strategy of a card on every mesh of all devices of a machine, over axes that the strategy names."""
     divisors = [size for size in range(1, machine.devices + 1) if machine.devices % size == 0]
     for name, strategy in card.strategies.items():
-        rules: list[Rule] = []
-        for groups in (strategy.weights, strategy.inputs):
-            for group in groups.values():
-                rules += group
+        groups: list[Sequence[Rule]] = [*strategy.weights.values(), *strategy.inputs.values()]
+        rules = [rule for group in groups for rule in group]
         activations = [rule for group in strategy.activations.values() for rule in group]
         axes = axes_of(rules, activations)
         used = [axis for axis in AXES if axis in axes]

@@ -84,6 +84,7 @@ class Task:
     upstream: Path | None
     #: Components as shapes, each built once; see `network.outline`.
     shapes: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    without: frozenset[str] = frozenset()  #: The ids of patches that are left out, to find a patch at fault.
 
     @property
     def original(self) -> bool:
@@ -135,6 +136,7 @@ class Task:
             names += self.card.patch_names(stage.name, self.job.implementations)
         home = self.pack.home(self.card.model).patches
         entries = patch.read(self.pack.folders, list(dict.fromkeys(names)), home)
+        entries = [entry for entry in entries if entry.id not in self.without]
         if not self.original:
             return entries
         needed = {entry.id for entry in patch.read(self.pack.folders, self.card.original, home)}

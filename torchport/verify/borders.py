@@ -95,8 +95,7 @@ class WatchedCall:
         self.autocasts |= torch.is_autocast_enabled("cuda")
         if path in self.skipped:
             return None
-        signature = inspect.signature(module.forward)
-        bound = signature.bind(*args, **kwargs)
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
         self._observe(border, dict(bound.arguments))
         if border not in self.replacements:
             return None
@@ -126,10 +125,9 @@ class WatchedCall:
         self._patch_counts = counts
 
     def _replaced(self, value: Any, replacement: Any) -> Any:
-        """Returns `value` with those tensors of `replacement` that fit, converted for the network.
-
-        A tensor fits if both have one shape, and both or neither are floating-point. If the trees differ in structure,
-        the value is unchanged; a module's arguments, a dict, are replaced one by one.
+        """Returns `value` with those tensors of `replacement` that fit, converted for the network. A tensor fits if
+        both have one shape, and both or neither are floating-point. If the trees differ in structure, the value is
+        unchanged; a module's arguments, a dict, are replaced one by one.
         """
         if type(value) is dict and isinstance(replacement, Mapping):
             known = {key: self._replaced(value[key], replacement[key]) for key in value if key in replacement}
@@ -195,11 +193,6 @@ def inner_paths(network: torch.nn.Module, path: str) -> list[str]:
     return [path, *inner]
 
 
-def inner_values(values: Values) -> Values:
-    """Returns the values at borders of modules, without those that the network itself gets and returns."""
-    return {border: value for border, value in values.items() if border.path}
-
-
 def total_bytes(values: Values) -> int:
     """Returns the bytes of all tensors at borders; a tensor that several borders have is counted once."""
     leaves = pytree.tree_leaves(list(values.values()))
@@ -228,40 +221,40 @@ class Original:
         self.units = unit_paths(eager.module)
         self._wide: WideNetwork | None = None
 
-    @property
-    def all_paths(self) -> list[str]:
-        """The paths of all its modules that can be called, and "" for the network itself."""
-        return ["", *(path for unit in self.units for path in inner_paths(self.eager.module, unit))]
-
-    def observed(self, inputs: Mapping[str, Any], paths: Collection[str]) -> tuple[Any, Values]:
-        """Returns the network's output, and the values that enter and leave the modules `paths`.
-
-        If the network autocasts, its yardstick is made in float64.
+    def observed(
+        self, inputs: Mapping[str, Any], paths: Collection[str], replacements: Values | None = None
+    ) -> tuple[Any, Values]:
+        """Returns the network's output, and the values that enter and leave the modules `paths`, where `replacements`
+        take the place of the network's own. If the network autocasts, its yardstick is made in float64.
         """
-        call = WatchedCall(self.eager.module, paths, replacements={}, to_network=_cast, to_host=Copies())
+        call = WatchedCall(
+            self.eager.module,
+            paths,
+            replacements or {},
+            to_network=_cast,
+            to_host=Copies(),
+        )
         with call.watching():
             output = self.eager(**inputs)
         if call.autocasts:  # it would also narrow a yardstick in float32
             self.dtype = torch.float64
         return output, call.observed
 
-    def output(self, inputs: Mapping[str, Any], values: Values) -> Any:
-        """Returns the network's output if `values` replace its modules' values at their borders."""
-        paths = {border.path for border in values}
-        call = WatchedCall(self.eager.module, paths, replacements=values, to_network=_cast, to_host=Copies())
-        with call.watching():
-            return self.eager(**inputs)
-
     def yardstick(self, inputs: Mapping[str, Any], paths: Collection[str], values: Values) -> tuple[Any, Values]:
-        """Calls the copy in a wider dtype; returns its output, and the values at its modules `paths`.
-
-        In the copy, a module's arguments and outputs are replaced by those that `values` has for it, so that a
-        difference is the module's own.
+        """Calls the copy in a wider dtype; returns its output, and the values at its modules `paths`. In the copy,
+        `values` replace a module's arguments and outputs, so that a difference is the module's own.
         """
         if self._wide is None:
             self._wide = WideNetwork(self.eager, self.dtype)
-        # These values are only compared, so some rows of a large tensor are enough.
-        call = WatchedCall(self._wide.module, paths, inner_values(values), _cast, Copies(), whole=())
+        call = WatchedCall(
+            self._wide.module,
+            paths,
+            # What the network itself gets and returns stays.
+            {border: value for border, value in values.items() if border.path},
+            to_network=_cast,
+            to_host=Copies(),
+            whole=(),  # these values are only compared, so some rows of a large tensor are enough
+        )
         with call.watching():
             return self._wide(**inputs), call.observed
 

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,10 @@ from torchport.stages.outputs import leaves
 from torchport.task import Request, Task, accept
 from torchport.task.devices import devices, prepare
 from torchport.verify import decoder, recording, seams
-from torchport.verify.borders import Port, call_counts, compiled_network, to_host
+from torchport.verify.borders import Port, Values, call_counts, compiled_network, to_host
 from torchport.verify.recording import LoopStop, RecordedCall, Recording
 from torchport.verify.report import Decoded, Drift, Seam, Unit, Verdict
-from torchport.verify.units import MeasuredUnit, Outputs, Units, measured_units, original_outputs, with_effects
+from torchport.verify.units import MeasuredUnit, Units, measured_units, original_outputs, with_effects
 from torchport.verify.yardstick import distance
 
 _CONSTANT = re.compile(r"stablehlo\.constant dense.*: tensor<([^>]*)>")
@@ -104,7 +104,9 @@ def drift_of_mesh(request: Request, file: Path, steps: int) -> list[Drift]:
         for stage in task.denoising:
             if len(results.drift) < steps:
                 with stage_in_force(task, stage) as ledger:
-                    _StageComparison(task, stage, folder, ledger, recorded, results).run_freely(ends, steps)
+                    call, parts = compiled_network(task, stage, folder)
+                    comparison = _StageComparison(task, stage, folder, ledger, recorded, results)
+                    comparison.run_freely(call, parts, ends, steps - 1)
     return results.drift
 
 
@@ -115,7 +117,8 @@ def compare_modules(request: Request, block: Unit, folder: Path, file: Path) -> 
     stage = next(stage for stage in task.denoising if stage.name == call.stage)
     with in_force(task, [stage]) as ledger, lowerings(ledger):
         original = dataclasses.replace(request, backend="original")
-        units = Units(Port(task, stage, folder, ledger), call, original_outputs(original, file, call))
+        port, outputs = Port(task, stage, folder, ledger), functools.partial(original_outputs, original, file, call)
+        units = Units(port, call, outputs)
         units.measure_blocks()  # keeps the calls that `measure_modules` needs
         return with_effects(units, units.measure_modules(block.path))
 
@@ -139,11 +142,11 @@ class _StageComparison:
         self,
         ends: dict[str, dict[str, torch.Tensor]],
         planned: list[LoweredProgram] | None,
-        outputs_of: Callable[[RecordedCall], Outputs] | None,
+        outputs_of: Callable[[RecordedCall, Sequence[Values]], list[Any]] | None,
     ) -> None:
-        """Compares the stage's programs, then the modules of each call. `ends` has the outputs of the stages before. It
-        gets the outputs of this stage. `outputs_of` returns the function by which `Units` measures effects in a call of
-        the original; None: they are measured in the port.
+        """Compares the stage's programs, then the modules of each call. `ends` has the outputs of the stages before,
+        and gets those of this stage. `outputs_of` returns the original's outputs in a call, by which `Units` measures
+        effects; None: they are measured in the port.
         """
         self._compare_programs(ends, planned)
         port = Port(self.task, self.stage, self.folder, self.ledger)
@@ -153,7 +156,7 @@ class _StageComparison:
                 self.results.unlike.append(f"not compared: {name}: those of its call 0 are the same modules")
                 continue
             has_fault_before = any(item.unit.verdict is Verdict.OTHER for item in self.results.measured)
-            units = Units(port, call, None if outputs_of is None else outputs_of(call))
+            units = Units(port, call, None if outputs_of is None else functools.partial(outputs_of, call))
             measured = measured_units(units, has_fault_before)
             self.results.measured += measured
             if any(item.unit.verdict is Verdict.OTHER for item in measured):
@@ -163,10 +166,16 @@ class _StageComparison:
                     units.estimate_rounding(unit.added)
                     self.results.networks[number] = dataclasses.replace(unit, rounding=units.rounding)
 
-    def run_freely(self, ends: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
-        """Runs the first `steps` steps without the original's latents, and notes the distance after each."""
-        call, parts = compiled_network(self.task, self.stage, self.folder)
-        self._note_drift(self._run_loop(call, parts, recording.start_of(ends, self.stage), steps - 1, ends))
+    def run_freely(
+        self, call: Compiled, parts: Mapping[str, Any], ends: dict[str, dict[str, torch.Tensor]], last: int
+    ) -> _WatchedProgram:
+        """Runs the loop up to step `last` from the port's own latents, and notes their distance from the original's."""
+        loop = self._run_loop(call, parts, recording.start_of(ends, self.stage), last, ends)
+        for number, latents in loop.latents.items():
+            drift = distance(latents, self.recorded.latents.get(number))  # None where the original has no such step
+            if drift is not None:
+                self.results.drift.append(Drift(number, drift))
+        return loop
 
     def _compare_programs(self, ends: dict[str, dict[str, torch.Tensor]], planned: list[LoweredProgram] | None) -> None:
         """Compares the port's programs with the original in each recorded step, started from the original's latents,
@@ -181,8 +190,7 @@ class _StageComparison:
             # A second network starts from the last latents of this loop, which then has to end.
             is_followed = any(other.step > max(steps) for other in self.recorded.calls)
             last = self.task.settings.steps if is_followed else max(steps)
-            loop = self._run_loop(call, parts, recording.start_of(ends, stage), last, ends)
-            self._note_drift(loop)
+            loop = self.run_freely(call, parts, ends, last)
             loops = {0: loop} if loop.first == 0 else {}  # no latents have drifted before the first step
         for step in steps:
             if step not in loops:
@@ -205,13 +213,6 @@ class _StageComparison:
             ends[stage.name] = stage.run(fresh, loop, task.settings, steps, **inputs)
         return loop
 
-    def _note_drift(self, loop: _WatchedProgram) -> None:
-        for number, latents in loop.latents.items():
-            original = self.recorded.latents.get(number)
-            drift = None if original is None else distance(latents, original)
-            if drift is not None:
-                self.results.drift.append(Drift(number, drift))
-
     def _compare_outputs(self, step: int, loop: _WatchedProgram) -> None:
         """Compares the outputs of the port's programs in a step with those of the original's network, call by call."""
         calls = [call for call in self.calls if call.step == step]
@@ -225,9 +226,8 @@ class _StageComparison:
             added = distance(part, wide)
             if added is None:
                 shapes, expected = (", ".join(str(list(x.shape)) for x in tensors) for tensors in (part, wide))
-                self.results.unlike.append(
-                    f"{call.network}: its program returns {shapes}, and the original's {expected}"
-                )
+                line = f"{call.network}: its program returns {shapes}, and the original's {expected}"
+                self.results.unlike.append(line)
                 continue
             place = step, call.number, call.network, ""  # the network itself has an empty path
             unit = Unit(

@@ -45,12 +45,9 @@ def _frames(
     call = None if stage.network is None else network.eager(task, stage, parts, folder)
     if call is not None and is_wide:
         call = WideNetwork(call, wide_dtype(task.settings.dtypes[str(stage.network)]))
-
-    def keep(path: str, tensor: torch.Tensor) -> None:
-        if returned is not None:
-            returned.setdefault(path, []).append(sampled(tensor.detach().clone()))
-
-    with outputs_kept({} if call is None or returned is None else _inner_modules(call.module), keep):
+    modules = {} if call is None or returned is None else _inner_modules(call.module)
+    kept = {} if returned is None else returned
+    with outputs_kept(modules, lambda path, x: kept.setdefault(path, []).append(sampled(x.detach().clone()))):
         return frames.levels(stage.run(parts, call, task.settings, Steps(), **latents)["frames"])
 
 

@@ -17,14 +17,13 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchport.compile import network, preflight
-from torchport.compile.eager import Eager
 from torchport.compile.in_force import in_force
 from torchport.config.card import DENOISING
 from torchport.errors import MachineError, OutputError
@@ -68,6 +67,10 @@ class RecordedCall:
     def rounding(self) -> float:
         """The distance of the original's output from the yardstick's, and at least the epsilon of its dtype."""
         return max(distance(self.output, self.wide_output) or 0.0, least_rounding(self.output))
+
+    def values_at(self, paths: Collection[str]) -> Values:
+        """Returns the original's values at the borders of some modules, but not those of the network itself."""
+        return {border: value for border, value in self.values.items() if border.path and border.path in paths}
 
 
 def split_by_call(outputs: Sequence[Any], calls: Sequence[RecordedCall]) -> list[list[torch.Tensor]] | None:
@@ -189,8 +192,12 @@ def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Re
     return recording
 
 
-class _RecordedLoop:
-    """The original's denoising loop of one stage, whose results are added to a recording."""
+class _RecordedLoop(Call):
+    """The original's denoising loop of one stage, whose results are added to a recording.
+
+    The loop calls this object in place of the network, which runs eagerly. Calls in chosen steps are recorded, together
+    with the yardstick's.
+    """
 
     def __init__(
         self,
@@ -212,29 +219,30 @@ class _RecordedLoop:
         #: needs its latents, and without chosen steps its last step has to be known.
         self.stop = max(chosen) + 1 if steps is not None and not decodes else task.settings.steps + 1
         self.step = self.start
+        self._is_large = False  # whether the values at the borders of one call take more than `BORDERS_LIMIT`
 
     def run(self) -> None:
         """Runs the loop and records the chosen steps; then takes each step that the watch found once more."""
         task, stage, recording = self.task, self.stage, self.recording
         parts = network.loaded(task, stage, self.folder)
         eager = network.eager(task, stage, parts, self.folder)
+        self.original = Original(eager, task.settings.dtypes[str(stage.network)])
         if self.start in self.chosen and self.start:
             recording.states[self.start] = self.state
-        call = _RecordedNetwork(eager, self)
-        outputs = self._loop(call, parts, (self.start, self.state) if self.start else None)
+        outputs = self._loop(parts, (self.start, self.state) if self.start else None)
         if outputs is not None:
             recording.ends[stage.name] = outputs
         for step, state in [] if self.watch is None else self.watch.steps_with_states():
             recording.states[step] = state
             self.watch, self.chosen, self.step, self.stop = None, [step], step, step + 1
-            self._loop(call, network.afresh(task, stage, parts, self.folder), (step, state))  # `call` records
+            self._loop(network.afresh(task, stage, parts, self.folder), (step, state))
 
-    def _loop(self, call: _RecordedNetwork, parts: dict[str, Any], resume: Any) -> dict[str, torch.Tensor] | None:
+    def _loop(self, parts: dict[str, Any], resume: Any) -> dict[str, torch.Tensor] | None:
         """Runs the stage, and returns its outputs; None where the loop was left after the last compared step."""
         task, stage = self.task, self.stage
         inputs = {**self.recording.embeddings, **task.noise(stage)}
         try:
-            return stage.run(parts, call, task.settings, Steps(finished=self._finished, resume=resume), **inputs)
+            return stage.run(parts, self, task.settings, Steps(finished=self._finished, resume=resume), **inputs)
         except LoopStop:
             log.debug("%s: step %d is the last that is looked at", stage.name, self.step - 1)
         return None
@@ -252,6 +260,43 @@ class _RecordedLoop:
         self.step = number
         if number >= self.stop:
             raise LoopStop
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Calls the network. In a chosen step, all values of the call that are not too large are recorded."""
+        original = self.original
+        if self.watch is not None:
+            self.watch.called(inputs)
+        if self.step not in self.chosen:
+            return original.eager(**inputs)
+        number = sum(call.step == self.step for call in self.recording.calls)
+        # Of guidance's other calls in a step, only the output is recorded if the first call's values are large.
+        paths = [] if number and self._is_large else ["", *original.units]  # "": the network itself
+        kept = {name: _copied(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+        output, at_blocks = original.observed(kept, paths)
+        wide_output, _ = original.yardstick(kept, paths=[], values={})
+        wide_outer = original.yardstick(kept, paths, at_blocks)[1] if paths else {}
+        self._is_large = self._is_large or total_bytes(at_blocks) > BORDERS_LIMIT
+        all_paths = ["", *(path for unit in original.units for path in inner_paths(original.eager.module, unit))]
+        # All modules are recorded in the first call of a step alone: guidance's other calls use the same modules.
+        # Their size is estimated from that of the blocks. So they are recorded in a second call of the network.
+        is_whole = number == 0 and total_bytes(at_blocks) * len(all_paths) / len(paths) <= BORDERS_LIMIT
+        values = original.observed(kept, all_paths)[1] if is_whole else at_blocks
+        wide_inner = original.yardstick(kept, all_paths, values)[1] if is_whole else {}
+        call = RecordedCall(
+            stage=self.stage.name,
+            network=str(self.stage.network),
+            step=self.step,
+            number=number,
+            inputs=kept,
+            output=map_tensors(output, _copied),
+            wide_output=wide_output,
+            values=values,
+            outer=wide_outer,
+            inner=wide_inner,
+            is_whole=is_whole,
+        )
+        self.recording.calls.append(call)
+        return output
 
 
 class _StepWatch:
@@ -294,60 +339,6 @@ def start_of(ends: Mapping[str, Mapping[str, torch.Tensor]], stage: Stage) -> tu
             state = dict(ends[name])
             return int(state.pop("done")), state
     return 0, {}
-
-
-class _RecordedNetwork(Call):
-    """The original's network, run eagerly; its calls in chosen steps are recorded, together with the yardstick's."""
-
-    def __init__(self, eager: Eager, loop: _RecordedLoop) -> None:
-        self.eager = eager
-        self.loop = loop
-        self.original = Original(eager, loop.task.settings.dtypes[str(loop.stage.network)])
-        # The step of the last call, and its number in the step.
-        self._last_call = (-1, 0)
-        self._is_large = False  # whether the values at the borders of one call take more than `BORDERS_LIMIT`
-
-    def __call__(self, **inputs: Any) -> Any:
-        step = self.loop.step
-        if self.loop.watch is not None:
-            self.loop.watch.called(inputs)
-        if step not in self.loop.chosen:
-            return self.eager(**inputs)
-        number = self._last_call[1] + 1 if self._last_call[0] == step else 0
-        self._last_call = (step, number)
-        return self._record(step, number, inputs)
-
-    def _record(self, step: int, number: int, inputs: dict[str, Any]) -> Any:
-        """Returns the network's output, and adds to the recording all values of this call that are not too large."""
-        original = self.original
-        # Of guidance's other calls in a step, only the output is recorded if the first call's values are large.
-        paths = [] if number and self._is_large else ["", *original.units]  # "": the network itself
-        kept = {name: _copied(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-        output, at_blocks = original.observed(kept, paths)
-        wide_output, _ = original.yardstick(kept, paths=[], values={})
-        wide_outer = original.yardstick(kept, paths, at_blocks)[1] if paths else {}
-        self._is_large = self._is_large or total_bytes(at_blocks) > BORDERS_LIMIT
-        all_paths = original.all_paths
-        # All modules are recorded in the first call of a step alone: guidance's other calls use the same modules.
-        # Their size is estimated from that of the blocks. So they are recorded in a second call of the network.
-        is_whole = number == 0 and total_bytes(at_blocks) * len(all_paths) / len(paths) <= BORDERS_LIMIT
-        values = original.observed(kept, all_paths)[1] if is_whole else at_blocks
-        wide_inner = original.yardstick(kept, all_paths, values)[1] if is_whole else {}
-        call = RecordedCall(
-            stage=self.loop.stage.name,
-            network=str(self.loop.stage.network),
-            step=step,
-            number=number,
-            inputs=kept,
-            output=map_tensors(output, _copied),
-            wide_output=wide_output,
-            values=values,
-            outer=wide_outer,
-            inner=wide_inner,
-            is_whole=is_whole,
-        )
-        self.loop.recording.calls.append(call)
-        return output
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ LIMIT = 2 * 2**30
 """Bytes of a capture, unless `--capture-limit` says otherwise."""
 NAME = "capture.safetensors"
 MADE_BY = "torchport verify --capture DIR"
+PARTS = ("encoded", "latents", "states", "ends", "decoded")
+"""The fields of a recording that are trees of tensors."""
 FACTS = ("stage", "network", "step", "number", "is_whole")
 """The fields of a call that are plain JSON."""
 TREES = ("inputs", "output", "wide_output")
@@ -64,9 +66,9 @@ class TensorTable:
         """Stores the tensors of a tree, and returns the tree as data of JSON that names them; see `restored`."""
         return tree.as_data(value, self._entry)
 
-    def cost(self, values: Iterable[Any]) -> int:
-        """Returns the bytes that the table would grow by if these trees of tensors were added."""
-        leaves = [leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, torch.Tensor)]
+    def cost(self, value: Any) -> int:
+        """Returns the bytes that the table would grow by if a tree of tensors were added."""
+        leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         new = {_digest(leaf): leaf.numel() * leaf.dtype.itemsize for leaf in leaves}
         return sum(size for digest, size in new.items() if digest not in self._names)
 
@@ -143,9 +145,8 @@ def _list_words(names: list[str]) -> str:
 
 def _identity(task: Task) -> dict[str, Any]:
     """Returns the facts in which a capture and a verification must agree; only the version of torch may differ."""
-    image = task.settings.image
     settings = {name: getattr(task.settings, name) for name in SETTINGS}
-    settings["image"] = None if image is None else hashlib.sha256(image.read_bytes()).hexdigest()[:16]
+    settings["image"] = None if task.settings.image is None else task.image_digest
     known = versions()
     return {
         "model": task.card.model,
@@ -166,11 +167,10 @@ def _digests(task: Task) -> dict[str, str]:
 def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
     """Returns a recording without its calls as JSON data, and adds the tensors to the table."""
     loop: LoopRecord = original.seams.loop
-    fields = ("encoded", "latents", "states", "ends", "decoded")
     # A template gives a shape and a dtype alone, for which one row is enough.
     templates = {name: map_tensors(x, lambda t: t[:1].clone()) for name, x in original.templates.items()}
     return {
-        **{name: table.add(getattr(original, name)) for name in fields},
+        **{name: table.add(getattr(original, name)) for name in PARTS},
         "likes": table.add(templates),
         "seams": {
             "moments": table.add(original.seams.moments),
@@ -193,7 +193,7 @@ def _call_data(calls: list[RecordedCall], table: TensorTable, limit: int) -> tup
         remedy = f"Give at least {table.size / 2**30:.3g}"
         raise BadValueError(f"--capture-limit {limit / 2**30:.3g}", fact, remedy)
     borders = [{name: getattr(call, name) for name in BORDERS} for call in calls]
-    if table.size + table.cost([list(values.values()) for by_name in borders for values in by_name.values()]) <= limit:
+    if table.size + table.cost(borders) <= limit:
         for row, by_name in zip(rows, borders, strict=True):
             _keep(row, by_name, table)
         return rows, []
@@ -209,7 +209,7 @@ def _keep_blocks(calls: list[tuple[RecordedCall, dict[str, Any]]], table: Tensor
     for borders_of, place in ((_outer_of, ""), (_inner_of, " inside")):  # modules inside only after all blocks
         for _, call, row, path in sorted(blocks, key=lambda block: block[0]):
             borders = borders_of(call, path)
-            if table.size + table.cost([list(values.values()) for values in borders.values()]) > limit:
+            if table.size + table.cost(borders) > limit:
                 left_out.append(f"{call.network}.{path}{place} of step {call.step}, call {call.number}")
             else:
                 _keep(row, borders, table)
@@ -239,8 +239,11 @@ def _outer_of(call: RecordedCall, block: str) -> dict[str, Values]:
         for border, value in call.values.items()
         if border.path == block
     }
-    outputs = [border for border in call.outer if border.path == block and border.side == "out"]
-    wide = {border: map_tensors(call.outer[border], sampled) for border in outputs}
+    wide = {
+        border: map_tensors(value, sampled)
+        for border, value in call.outer.items()
+        if border.path == block and border.side == "out"
+    }
     return {"values": values, "outer": wide}
 
 
@@ -258,9 +261,7 @@ def read(folder: Path) -> Recording:
     facts, tensors = _read(folder)
     data = facts["recording"]
     seams = data["seams"]
-    parts: dict[str, Any] = {
-        name: restored(data[name], tensors) for name in ("encoded", "latents", "states", "ends", "decoded")
-    }
+    parts: dict[str, Any] = {name: restored(data[name], tensors) for name in PARTS}
     loop = LoopRecord(seams["chosen"])
     for row in seams["steps"]:
         fields = restored(row, tensors)

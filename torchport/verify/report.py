@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchport.files import page
-from torchport.files.page import Curve, LineChart, PageTable
+from torchport.files.page import Curve, LineChart
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 ROUNDING = 2.0
@@ -24,14 +24,6 @@ Kind = Literal["network", "block", "module", "forward"]
 How = Literal["absence", "elimination"]
 KINDS: dict[Kind, str] = {"block": "blocks", "module": "modules", "forward": "stretches of forward() between them"}
 """The plural of each kind of unit in the line that counts units, in the order of that line."""
-UNIT_VERDICTS = (
-    f"with at most {ROUNDING:g} times the rounding",
-    "with more, which the output does not show",
-    "unclear",
-    f"at fault (above {FAULT:g} times)",
-    "behind the first fault and not judged",
-)
-"""The groups in which units are counted. `_unit_group` takes them apart in this order."""
 SHOWN = 100
 """The most rows of the page's table of units: those with the greatest ratios are shown."""
 HOTTEST = 100.0
@@ -366,19 +358,17 @@ def _unit_line(verification: Verification) -> str:
         return ""
     numbers = Counter(unit.kind for unit in units)
     kinds = ", ".join(f"{numbers[kind]} {name}" for kind, name in KINDS.items() if numbers[kind])
-    verdicts = Counter(_unit_group(unit) for unit in units)
-    counts = [f"{verdicts[words]} {words}" for words in UNIT_VERDICTS if verdicts[words]]
-    return f"units: {kinds}: {', '.join(counts)}"
-
-
-def _unit_group(unit: Unit) -> str:
-    """Returns the group in which a unit is counted, one of `UNIT_VERDICTS`."""
-    rounding, harmless, unclear, fault, behind = UNIT_VERDICTS  # in its order
-    if unit.verdict is Verdict.SAME:
-        return harmless if unit.is_harmless else rounding
-    if unit.verdict is Verdict.OTHER:
-        return fault
-    return behind if unit.is_behind else unclear  # of Verdict.UNCLEAR
+    verdicts = Counter(unit.verdict for unit in units)
+    harmless = sum(unit.is_harmless for unit in units)
+    behind = sum(unit.is_behind for unit in units if unit.verdict is Verdict.UNCLEAR)
+    groups = {
+        f"with at most {ROUNDING:g} times the rounding": verdicts[Verdict.SAME] - harmless,
+        "with more, which the output does not show": harmless,
+        "unclear": verdicts[Verdict.UNCLEAR] - behind,
+        f"at fault (above {FAULT:g} times)": verdicts[Verdict.OTHER],
+        "behind the first fault and not judged": behind,
+    }
+    return f"units: {kinds}: {', '.join(f'{count} {words}' for words, count in groups.items() if count)}"
 
 
 def _culprit_line(verification: Verification) -> str:
@@ -447,6 +437,11 @@ def page_of(verification: Verification) -> str:
     for cause in verification.causes:
         errors = ["" if error is None else cause.words(error) for error in (cause.with_it, cause.without_it)]
         causes.append((cause.patch, cause.place, cause.promise, cause.unit, *errors, cause.how))
+    seams = []
+    for seam in sorted(verification.seams, key=lambda seam: seam.verdict is Verdict.SAME):  # those that differ first
+        step = "" if seam.step is None else seam.step
+        distances = f"{seam.distance:.2e}", f"{seam.allowed:.2e}"
+        seams.append((seam.name, seam.stage, step, seam.original, seam.port, *distances))
     return page.rendered(
         TEMPLATE,
         verification=verification,
@@ -457,7 +452,12 @@ def page_of(verification: Verification) -> str:
         drift=page.table(caption="", heads=f"after step|distance|{floor}", rows=drift),
         units=page.table(caption="", heads=heads, rows=[_unit_row(unit) for unit in units[:SHOWN]]),
         left_out=max(0, len(units) - SHOWN),
-        seams=_seam_table(verification),
+        seams=page.table(
+            caption="",
+            heads="value|stage|step|original|port|distance|allowed",
+            rows=seams,
+            bad=len(verification.bad_seams),
+        ),
         pictures=[(name, base64.b64encode(png).decode()) for name, png in pictures.items()],
     )
 
@@ -526,14 +526,3 @@ def _unit_row(unit: Unit) -> list[str]:
     verdict = "harmless" if unit.is_harmless else str(unit.verdict)
     numbers = (f"{unit.rounding:.2e}", f"{unit.added:.2e}", f"{unit.ratio:.3g}", *optional)
     return [unit.name, f"{unit.step}.{unit.call}", unit.kind, *numbers, verdict]
-
-
-def _seam_table(verification: Verification) -> PageTable:
-    """Returns the table of seams; those that differ come first."""
-    rows = []
-    for seam in sorted(verification.seams, key=lambda seam: seam.verdict is Verdict.SAME):
-        step = "" if seam.step is None else seam.step
-        distances = f"{seam.distance:.2e}", f"{seam.allowed:.2e}"
-        rows.append((seam.name, seam.stage, step, seam.original, seam.port, *distances))
-    heads = "value|stage|step|original|port|distance|allowed"
-    return page.table(caption="", heads=heads, rows=rows, bad=len(verification.bad_seams))

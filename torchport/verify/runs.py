@@ -192,22 +192,20 @@ def _comparable(a: Manifest, b: Manifest) -> tuple[dict[str, Any], dict[str, Any
     return first, second
 
 
-def job(manifest: Manifest) -> dict[str, Any]:
-    """Returns what made an artefact, by field: `{"mesh": {...}, "dtypes.vae": "float32", ...}`; without patches.
-
-    Also without `FIELDS_WITHOUT_EFFECT`, and without fields that change with every run of one job, as its seconds do.
-    """
-    return _fields(manifest, manifest.config)
-
-
 def origin(manifest: Manifest) -> dict[str, Any]:
     """Returns the fields that decide an artefact's bits: a run that resumes another must agree with it in these."""
     inputs = {str(stage): sha256 for stage, sha256 in manifest.inputs.items()}
-    return _fields(manifest, {key: manifest.config.get(key) for key in ROUNDING_FIELDS}) | inputs
+    return job(manifest, {key: manifest.config.get(key) for key in ROUNDING_FIELDS}) | inputs
 
 
-def _fields(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a manifest's fields by dotted path, with those of `config`, a part of its job."""
+def job(manifest: Manifest, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns what made an artefact, by dotted path: `{"mesh": {...}, "dtypes.vae": "float32", ...}`; without patches.
+
+    Also without `FIELDS_WITHOUT_EFFECT`, and without fields that change with every run of one job, as its seconds do.
+    `config` are the fields of the job; None: those of the manifest.
+    """
+    if config is None:
+        config = manifest.config
     row = manifest.model_dump()
     # A setting is the job's field as the run took it; the job's `dtypes` are only those that it changes.
     merged = {**config, **row["identity"], **row["settings"]}

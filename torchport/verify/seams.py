@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchport import load, patch
 from torchport.compile import network
@@ -78,16 +79,8 @@ class LoopRecord:
 
     def copy_of(self, value: Any) -> Any:
         """Returns a copy of a tree; unless this step is chosen, None replaces large tensors."""
-
-        def copied(_: str, leaf: Any) -> Any:
-            """Returns a copy of a tensor, or None if the tensor is not kept; and any other leaf as it is."""
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if leaf.numel() > LARGE and len(self.steps) not in self.chosen:
-                return None
-            return leaf.detach().clone()
-
-        return outputs.map_leaves(copied, "", value)
+        limit = math.inf if len(self.steps) in self.chosen else LARGE
+        return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone() if x.numel() <= limit else None, value)
 
     def add(self, network: str, condition: str, tensors: Mapping[str, torch.Tensor], values: dict[str, Any]) -> int:
         """Adds a call of a network to the current step, without tensors that are too large to keep. Returns how often
@@ -170,13 +163,11 @@ class _MadeUpNetwork(Call):
             number = self.record.add(self.network, condition, row, values)
             seeds.append(1000 * len(self.record.steps) + 10 * number + (condition == NEGATIVE))
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-
-        def drawn(template: torch.Tensor) -> torch.Tensor:
-            """Returns normal noise with a row for each seed, in the shape and dtype of a template's rows."""
-            rows = [torch.randn(template.shape[1:], generator=generator) for generator in generators]
-            return torch.stack(rows).to(template.dtype)
-
-        return outputs.map_tensors(self.template, drawn)
+        # Normal noise with a row for each seed, in the shape and dtype of the template's rows.
+        return outputs.map_tensors(
+            self.template,
+            lambda x: torch.stack([torch.randn(x.shape[1:], generator=seeded) for seeded in generators]).to(x.dtype),
+        )
 
     def _condition(self, row: Mapping[str, torch.Tensor]) -> str:
         """Returns `negative_` if the row's embeddings are nearer to those of the negative prompt, else ""."""
@@ -335,10 +326,7 @@ def record(
         encoded: The outputs of each encoding stage, if they are known; None: the encoders run.
     """
     with in_force(task, task.stages):
-        if reference is None:
-            side = _encoded_original(task, folder, LoopRecord(chosen), encoded)
-        else:
-            side = _encoded_port(task, folder, LoopRecord(chosen), encoded, reference)
+        side = _encoded(task, folder, LoopRecord(chosen), encoded, reference)
         source = reference or side
         inputs = {name: x for values in source.encoded.values() for name, x in values.items()} | source.moments
         with side.loop.recording():
@@ -351,41 +339,32 @@ def record(
     return side
 
 
-def _encoded_original(
-    task: Task, folder: Path, loop: LoopRecord, encoded: Mapping[str, dict[str, torch.Tensor]] | None
-) -> SideRecord:
-    """Returns the original's record after encoding, with the yardstick of encoders that the port has on the devices."""
-    side = SideRecord({}, {}, loop)
-    for stage in encoding_stages(task):
-        values = encode(task, stage, folder) if encoded is None else encoded[stage.name]
-        if task.original and task.job.encode == "devices" and stage.name == "encode":
-            side = dataclasses.replace(side, yardstick=encoders.yardstick_of(task, stage, folder, values))
-        if stage.network is None:
-            side.encoded[stage.name] = values
-        else:
-            # The stage with a network is that of the VAE, which encodes the image.
-            side.moments.update(values)
-    return side
-
-
-def _encoded_port(
+def _encoded(
     task: Task,
     folder: Path,
     loop: LoopRecord,
     encoded: Mapping[str, dict[str, torch.Tensor]] | None,
-    reference: SideRecord,
+    reference: SideRecord | None,
 ) -> SideRecord:
-    """Returns a port's record after encoding. It takes the original's moments of the image from `reference`."""
-    side = SideRecord({}, reference.moments, loop)
+    """Returns a record after encoding; for the arguments see `record`. A port takes the original's moments of the image
+    from `reference`. The original's record has the yardstick of encoders that the port has on the devices.
+    """
+    side = SideRecord({}, {} if reference is None else reference.moments, loop)
     for stage in encoding_stages(task):
-        if stage.network is not None:
+        # The stage with a network is that of the VAE, which encodes the image.
+        if reference is not None and stage.network is not None:
             continue
-        if task.encodes_on_devices(stage):
+        if reference is not None and task.encodes_on_devices(stage):
             values, modules = encoders.encoded(task, stage, folder, reference.yardstick)
             side.modules.extend(modules)
         else:
             values = encode(task, stage, folder) if encoded is None else encoded[stage.name]
-        side.encoded[stage.name] = values
+        if reference is None and task.original and task.job.encode == "devices" and stage.name == "encode":
+            side = dataclasses.replace(side, yardstick=encoders.yardstick_of(task, stage, folder, values))
+        if stage.network is None:
+            side.encoded[stage.name] = values
+        else:
+            side.moments.update(values)
     return side
 
 
@@ -455,7 +434,10 @@ def value_seams(
     for name in {**originals, **ported}:
         expected, other = originals.get(name), ported.get(name)
         if not isinstance(expected, torch.Tensor) or not isinstance(other, torch.Tensor):
-            distance = 0.0 if _is_same(expected, other) else math.inf
+            # A tensor of one element counts as a number; a larger tensor equals nothing.
+            values = [x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in (expected, other)]
+            is_same = not any(isinstance(value, torch.Tensor) for value in values) and bool(values[0] == values[1])
+            distance = 0.0 if is_same else math.inf
             yield Seam(f"{name}{suffix}", stage, step, _words(expected), _words(other), distance, allowed=0.0)
             continue
         if expected.dtype != other.dtype:
@@ -474,7 +456,7 @@ def value_seams(
 
 def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
     """Yields the seams of two loops, step by step: the scheduler's state, networks' inputs, arguments, latents."""
-    yield _text_seam(STEPS, None, str(len(original.steps)), str(len(port.steps)))
+    yield from value_seams(LOOP, {STEPS: len(original.steps)}, {STEPS: len(port.steps)})
     for n, (expected, ported) in enumerate(zip(original.steps, port.steps, strict=False)):
         # The scheduler's first state and the noise belong to no step.
         if n == 0:
@@ -503,16 +485,11 @@ def _unchanged_fields(first: SchedulerStep, other: SchedulerStep) -> set[str]:
     return {name for name, seams in pairs.items() if not any(seam.distance for seam in seams)}
 
 
-def _text_seam(name: str, step: int | None, original: str, port: str) -> Seam:
-    """Returns the seam of two texts about the loop: their distance is 0 if they are equal, else infinity."""
-    return Seam(name, LOOP, step, original, port, 0.0 if original == port else math.inf, allowed=0.0)
-
-
 def _call_seams(original: list[ConditionCall], port: list[ConditionCall], step: int) -> Iterator[Seam]:
     """Yields the seams of the networks' inputs in a step; calls are paired by network, condition and number."""
     originals, ported = ({(c.network, c.condition, c.number): c for c in side} for side in (original, port))
-    names = [", ".join(sorted(map(_call_name, side.values()))) or "none" for side in (originals, ported)]
-    yield _text_seam("calls of networks", step, *names)
+    names, others = (", ".join(sorted(map(_call_name, side.values()))) or "none" for side in (originals, ported))
+    yield Seam("calls of networks", LOOP, step, names, others, 0.0 if names == others else math.inf, allowed=0.0)
     for key, call in originals.items():
         if key in ported:
             both = sorted(call.values.keys() & ported[key].values.keys())
@@ -569,21 +546,6 @@ def _prompt_and_encoder(name: str) -> tuple[bool, str]:
     return name.startswith(NEGATIVE), number
 
 
-def _is_same(first: Any, other: Any) -> bool:
-    """Returns whether two values, at most one of them a tensor, are equal.
-
-    A tensor of one element counts as a number; a larger tensor equals nothing.
-    """
-    values = []
-    for value in (first, other):
-        if isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                return False
-            value = value.item()
-        values.append(value)
-    return bool(values[0] == values[1])
-
-
 def _distance(first: torch.Tensor, other: torch.Tensor) -> float:
     """Returns max|other - first| / max|first|; infinity if shapes, integers or the places of NaN differ."""
     if first.numel() == other.numel() == 0:
@@ -592,9 +554,7 @@ def _distance(first: torch.Tensor, other: torch.Tensor) -> float:
         return math.inf
     if torch.equal(first, other):
         return 0.0
-    if not first.is_floating_point():
-        return math.inf
-    if not torch.equal(other.isfinite(), first.isfinite()):
+    if not first.is_floating_point() or not torch.equal(other.isfinite(), first.isfinite()):
         return math.inf
     return difference(*(x.nan_to_num(posinf=0.0, neginf=0.0) for x in (other, first)))
 

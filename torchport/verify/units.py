@@ -8,6 +8,7 @@ change the effects of the units before it. Beside a capture, the original cannot
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torchport.errors import MachineError
 from torchport.processes import child
 from torchport.task import Request, accept
-from torchport.verify.borders import Border, Port, Values, WatchedCall, inner_paths, inner_values
+from torchport.verify.borders import Border, Port, Values, WatchedCall, inner_paths
 from torchport.verify.recording import RecordedCall, original_network, read
 from torchport.verify.report import FAULT, ROUNDING, Kind, Unit, Verdict
 from torchport.verify.yardstick import by_place, channel_ratio, distance, is_sampled, least_rounding, matched, shape_of
@@ -27,9 +28,6 @@ HARMLESS = 6
 """Units of one call, with an error above rounding, whose effects on the network's output are measured together."""
 CLEAR = 100.0
 """An error of more roundings in the output is a fault, whatever a better estimate of the rounding gives."""
-
-Outputs = Callable[[Sequence[Values]], list[Any]]
-"""A function that runs a recorded call once for each set of replacement values at borders, and returns the outputs."""
 
 
 @dataclasses.dataclass
@@ -50,12 +48,16 @@ class MeasuredUnit:
 
 
 class Units:
-    """The units of one call. Effects are measured with `outputs`; where it is None, in the port's network."""
+    """The units of one call. Effects are measured with `outputs`, which runs the call once for each set of replacement
+    values at borders, and returns the outputs; where it is None, in the port's network.
+    """
 
-    def __init__(self, port: Port, call: RecordedCall, outputs: Outputs | None = None) -> None:
+    def __init__(
+        self, port: Port, call: RecordedCall, outputs: Callable[[Sequence[Values]], list[Any]] | None = None
+    ) -> None:
         self.port = port
         self.call = call
-        self.outputs = outputs or port_outputs(port, call)
+        self.outputs = outputs or functools.partial(outputs_of, port.called, call)
         #: The rounding of the network's output; see `estimate_rounding`.
         self.rounding = call.rounding
         #: The port's values if only the network gets the original's inputs.
@@ -67,17 +69,15 @@ class Units:
         self._uncompared: dict[Border, list[str]] = {}
 
     def measure_blocks(self) -> list[MeasuredUnit]:
-        """Measures the network's blocks, and the code of its forward between them.
-
-        Keeps the port's calls, which `measure_modules` and `effects` need.
+        """Measures the network's blocks, and the code of its forward between them. Keeps the port's calls, which
+        `measure_modules` and `effects` need.
         """
         paths = ["", *self.port.units]
         output, free = self.port.called(self.call.inputs, paths, replacements={})
         self.free_values = free.observed
         self._distance = distance(output, self.call.wide_output)
         self.estimate_rounding(self._distance)
-        values = {border: value for border, value in self.call.values.items() if border.path in paths}
-        _, forced = self.port.called(self.call.inputs, paths, inner_values(values))
+        _, forced = self.port.called(self.call.inputs, paths, self.call.values_at(paths))
         self.forced_call = forced
         blocks = list(self._measured(forced, self.call.outer, paths, block="", skipped=()))
         for block in blocks:
@@ -88,13 +88,12 @@ class Units:
         """Measures the modules of a block, and the code of their forwards; `measure_blocks` must have been called."""
         assert self.forced_call is not None
         all_paths, skipped = inner_paths(self.port.module, block), self._skipped(block)
-        values = inner_values(self.call.values)
-        replacements = {border: value for border, value in values.items() if border.path in (block, *skipped)}
+        replacements = self.call.values_at((block, *skipped))
         _, free = self.port.called(self.call.inputs, ["", *self.port.units, *all_paths], replacements, skipped)
         # Only a module that the port calls as the original does can get the original's values.
         paths = [path for path in all_paths if self._is_alike(path, free.observed)]
         self._uncompared = _uncompared(free.observed, all_paths, paths)
-        replacements |= {border: value for border, value in values.items() if border.path in paths}
+        replacements |= self.call.values_at(paths)
         _, forced = self.port.called(self.call.inputs, [*self.port.units, *paths], replacements, skipped)
         return self._note_reshaped(list(self._measured(forced, self.call.inner, paths, block, skipped)))
 
@@ -145,8 +144,7 @@ class Units:
             value = forced.observed[border]
             if not is_sampled(value):
                 return value
-        values = inner_values(self.call.values)
-        replacements = {b: value for b, value in values.items() if b.path in (*measured.forced, *measured.skipped)}
+        replacements = self.call.values_at((*measured.forced, *measured.skipped))
         paths = [*self.port.units, *measured.forced]
         _, call = self.port.called(self.call.inputs, paths, replacements, measured.skipped, whole=[border])
         return call.observed[border]
@@ -167,8 +165,8 @@ class Units:
         if self._is_estimated or ratio is None or not ROUNDING < ratio <= CLEAR:
             return
         self._is_estimated = True
-        values, wide = self.call.values, inner_values(self.call.outer)
-        pairs = {border: (values[border], wide[border]) for border in wide if border in values}
+        values, wide = self.call.values, self.call.outer
+        pairs = {border: (values[border], wide[border]) for border in wide if border.path and border in values}
         borders = [border for border, pair in pairs.items() if not is_sampled(pair) and distance(*pair)]
         moved = self._moved([(border, wide[border]) for border in borders])
         expected = math.sqrt(sum(move**2 for move in moved if move is not None and math.isfinite(move)))
@@ -191,8 +189,8 @@ class Units:
     def _skipped(self, block: str) -> tuple[str, ...]:
         """Returns the blocks but `block` that need not be called: the original's outputs can take their place."""
         assert self.forced_call is not None
-        others = [path for path in self.port.units if path != block]
-        return tuple(path for path in others if self._is_alike(path, self.forced_call.observed))
+        observed = self.forced_call.observed
+        return tuple(path for path in self.port.units if path != block and self._is_alike(path, observed))
 
     def _is_alike(self, path: str, observed: Values) -> bool:
         """Returns whether the port's module can get the original's values: port and original call it as often, with
@@ -362,34 +360,30 @@ def _mark_behind(measured: MeasuredUnit) -> MeasuredUnit:
     return measured
 
 
-def port_outputs(port: Port, call: RecordedCall) -> Outputs:
-    """Returns a function that computes the port's outputs with replaced values at borders."""
-    return lambda changes: [
-        port.called(call.inputs, {border.path for border in values}, values)[0] for values in changes
-    ]
+def outputs_of(network: Callable[..., tuple[Any, Any]], call: RecordedCall, changes: Sequence[Values]) -> list[Any]:
+    """Returns the outputs of a network in a recorded call, one for each set of values at borders, which replace the
+    network's own. `network` is `Port.called` or `Original.observed`.
+    """
+    return [network(call.inputs, {border.path for border in values}, values)[0] for values in changes]
 
 
-def original_outputs(request: Request, file: Path, call: RecordedCall) -> Outputs:
-    """Returns a function that computes the original's output with replaced inner values, in a process of its own."""
-
-    def outputs(changes: Sequence[Values]) -> list[Any]:
-        computed: list[Any] = child.call(
-            "torchport.verify.units:outputs_of_original",
-            *(request, file, (call.network, call.step, call.number), list(changes)),
-            ended=lambda end: MachineError("torchport verify", f"The original's process {end}", "Free memory"),
-            environment={"PYTHONWARNINGS": "ignore"},
-        )
-        return computed
-
-    return outputs
+def original_outputs(request: Request, file: Path, call: RecordedCall, changes: Sequence[Values]) -> list[Any]:
+    """Returns the same outputs of the original's network, which is called in a process of its own."""
+    computed: list[Any] = child.call(
+        "torchport.verify.units:outputs_of_original",
+        *(request, file, (call.network, call.step, call.number), list(changes)),
+        ended=lambda end: MachineError("torchport verify", f"The original's process {end}", "Free memory"),
+        environment={"PYTHONWARNINGS": "ignore"},
+    )
+    return computed
 
 
 def outputs_of_original(
     request: Request, file: Path, place: tuple[str, int, int], changes: Sequence[Values]
 ) -> list[Any]:
-    """Returns the outputs of the original's network in a recorded call, one for each set of values at borders. `place`
-    is the network, the denoising step, and the number of the call in the step; both count from 0.
+    """Returns what `original_outputs` does, in this process. `place` is the network, the denoising step, and the number
+    of the call in the step; both count from 0.
     """
     call = read(file).call_of(*place)
     with original_network(accept(request), call) as original:
-        return [original.output(call.inputs, values) for values in changes]
+        return outputs_of(original.observed, call, changes)

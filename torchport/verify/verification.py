@@ -20,7 +20,6 @@ from typing import Any
 from torchport import engine, patch
 from torchport.compile import network
 from torchport.compile.in_force import in_force, lowerings
-from torchport.config.card import DENOISING
 from torchport.errors import BadValueError, MachineError, TorchportError
 from torchport.files import atomic
 from torchport.load.foreign import brief, refusals
@@ -29,7 +28,7 @@ from torchport.progress import log, waiting
 from torchport.stages.family import Stage
 from torchport.task import Request, Task, accept, devices
 from torchport.verify import decoder, reference, seams
-from torchport.verify.borders import Port, inner_values
+from torchport.verify.borders import Port
 from torchport.verify.comparing import Measurements
 from torchport.verify.recording import RecordedCall, read, split_by_call, tensors_of
 from torchport.verify.report import FAULT, Cause, Decoded, Drift, Seam, Unit, Verdict, Verification
@@ -73,8 +72,12 @@ def verify(request: Request, options: Options) -> Verification:
                 verification = _with_causes(verification, results, request, original, file)
         if floor_request is not None and verification.drift:
             with _timed("the floor", seconds):
-                words = f"the same port on {options.floor}"
-                verification = _with_floor(verification, floor_request, words, file)
+                steps = max(row.step for row in verification.drift)
+                floors: list[Drift] = _call("comparing:drift_of_mesh", floor_request, file, steps)
+            distances = {row.step: row.distance for row in floors}
+            drift = tuple(dataclasses.replace(row, floor=distances.get(row.step)) for row in verification.drift)
+            words = f"the same port on {options.floor}"
+            verification = dataclasses.replace(verification, drift=drift, floor=words)
         return dataclasses.replace(verification, seconds=seconds)
 
 
@@ -97,25 +100,14 @@ def _measure_both(
     """Runs the original and the port, each in a process, and returns how they differ; if one fails, the other stops.
     The port's process imports, checks and plans while the original's runs, but loads no weights before the latter ends.
 
-    Args:
-        original: The request of the original; None: the capture `options.reference` has what the original computes.
-        file: The file for the recording, which the original's process writes and the port's reads.
-        seconds: Gets the time of each part.
+    `original` is the original's request; None: the capture `options.reference` has what the original computes. The
+    original's process writes the recording to `file`, and the port's reads it. `seconds` gets the time of each part.
     """
     port_failed, original_failed = threading.Event(), threading.Event()
-
-    def compare() -> Measurements:
-        try:
-            results: Measurements = _call(
-                "comparing:compare", task.request, file, original, os.getpid(), stop=original_failed
-            )
-            return results
-        except BaseException:
-            port_failed.set()
-            raise
-
     with ThreadPoolExecutor(1) as pool:
-        port: Future[Measurements] = pool.submit(compare)
+        comparison = "comparing:compare", task.request, file, original, os.getpid()
+        port: Future[Measurements] = pool.submit(_call, *comparison, stop=original_failed)
+        port.add_done_callback(lambda future: port_failed.set() if future.exception() else None)
         part = "the capture" if original is None else "the original"
         try:
             # Where the port has failed, this part is stopped, and `port.result()` raises the port's error.
@@ -176,15 +168,6 @@ def _timed(part: str, seconds: dict[str, float]) -> Iterator[None]:
     seconds[part] = round(time.perf_counter() - start, 1)
 
 
-def _with_floor(verification: Verification, request: Request, words: str, file: Path) -> Verification:
-    """Returns a verification whose drift has a floor: that of `request`, the port on the mesh that `words` name."""
-    steps = max(row.step for row in verification.drift)
-    floors: list[Drift] = _call("comparing:drift_of_mesh", request, file, steps)
-    distances = {row.step: row.distance for row in floors}
-    drift = tuple(dataclasses.replace(row, floor=distances.get(row.step)) for row in verification.drift)
-    return dataclasses.replace(verification, drift=drift, floor=words)
-
-
 def _on_mesh(task: Task, mesh: str) -> Request:
     """Returns a task's request with another mesh, such as `dp=1,tp=4`."""
     parts = [part.partition("=") for part in mesh.split(",")]  # ("dp", "=", "1")
@@ -206,7 +189,7 @@ def _on_mesh(task: Task, mesh: str) -> Request:
 
 def _verification(task: Task, options: Options, results: Measurements, notes: list[str]) -> Verification:
     """Returns the report of all measurements, with the `notes` of a capture; the causes of errors are added later."""
-    names = [str(stage.network) for stage in task.family.STAGES if stage.name in DENOISING]
+    names = [str(stage.network) for stage in task.denoising]
     units = (*results.networks, *(measured.unit for measured in results.measured))
     remedy = "--decode compares it" if options.reference is None else "capture with --decode"
     absent = [f"the decoder ({remedy})"] if results.decoded is None else []
@@ -255,22 +238,6 @@ def _with_causes(
         decoded = dataclasses.replace(decoded, parting=search.parting)
     clue = "" if search.causes else search.clue
     return dataclasses.replace(verification, causes=search.causes, clue=clue, decoded=decoded)
-
-
-@dataclasses.dataclass(frozen=True)
-class _TaskWithout(Task):
-    """A task that leaves out the patches with the ids `without`."""
-
-    without: frozenset[str] = frozenset()
-
-    def patches(self, stages: Sequence[Stage]) -> list[patch.Entry]:
-        """Returns the patches of some stages, as `Task.patches` does, but for those that are left out."""
-        return [entry for entry in super().patches(stages) if entry.id not in self.without]
-
-
-def _task_without(task: Task, entries: Collection[patch.Entry]) -> _TaskWithout:
-    fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(Task)}
-    return _TaskWithout(**fields, without=frozenset(entry.id for entry in entries))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,10 +366,10 @@ def causes_of_decoder(request: Request, original: Request | None, file: Path, fo
     entries = [entry for entry in task.patches([stage]) if not entry.plumbing]
     entries.sort(key=lambda entry: entry.id not in called)  # patches that are called in the module come first
     for entry in entries:
-        reduced = _task_without(task, [entry])
+        reduced = dataclasses.replace(task, without=frozenset({entry.id}))
         # It stays None where the decoder cannot be called without the patch.
         without = None
-        with _refusals_logged([entry]), in_force(reduced, [stage]):
+        with _refusals_logged(entry), in_force(reduced, [stage]):
             without = decoder.compare(reduced, folder, recorded)
         added = None if without is None else without.added / LEVELS
         log.info("without %s: %s differs by %s", entry.id, name, added)
@@ -426,7 +393,7 @@ def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, calle
     clue = "no patch is at fault: look at the family's loop, and at the card"
 
     def distance_without(entries: Collection[patch.Entry]) -> float:
-        reduced = _task_without(task, entries)
+        reduced = dataclasses.replace(task, without=frozenset(entry.id for entry in entries))
         rows, _ = seams.compare(reduced, folder, recorded.seams, recorded.templates)
         key = seam.name, seam.stage, seam.step
         same = [row.distance for row in rows if (row.name, row.stage, row.step) == key]
@@ -471,17 +438,16 @@ def _error_without(
     task: Task, stage: Stage, folder: Path, entry: patch.Entry | None, error: Callable[[Port], float | None]
 ) -> float | None:
     """Returns the `error` of a port without the patch `entry` (None: with all), or None if it cannot be called then."""
-    entries = [entry] if entry else []
-    with _refusals_logged(entries), in_force(_task_without(task, entries), [stage]) as ledger:
-        with lowerings(ledger):
-            return error(Port(task, stage, folder, ledger))
+    reduced = dataclasses.replace(task, without=frozenset({entry.id} if entry else ()))
+    with _refusals_logged(entry), in_force(reduced, [stage]) as ledger, lowerings(ledger):
+        return error(Port(task, stage, folder, ledger))
     return None  # the network raised, and `_refusals_logged` suppressed the error
 
 
 @contextlib.contextmanager
-def _refusals_logged(entries: Sequence[patch.Entry]) -> Iterator[None]:
-    """Logs and suppresses the error of a network that cannot be called while the patches `entries` are left out."""
-    name = f"{', '.join(entry.id for entry in entries)} left out" if entries else "all patches in force"
+def _refusals_logged(entry: patch.Entry | None) -> Iterator[None]:
+    """Logs and suppresses the error of a network that cannot be called while a patch (None: no patch) is left out."""
+    name = f"{entry.id} left out" if entry else "all patches in force"
     try:
         yield
     except TorchportError as error:
@@ -496,9 +462,7 @@ def _error_at_border(port: Port, call: RecordedCall, measured: MeasuredUnit) -> 
     """Returns a unit's error in this port, or its effect on the network's output if that is less. None if the port does
     not call the unit, or returns another shape there.
     """
-    values = inner_values(call.values)
-    replaced = {*measured.forced, *measured.skipped} - {""}
-    replacements = {border: value for border, value in values.items() if border.path in replaced}
+    replacements = call.values_at((*measured.forced, *measured.skipped))
     wide = call.inner if measured.border in call.inner and measured.unit.kind != "block" else call.outer
     paths = ["", *port.units, *measured.forced]
     _, watched = port.called(call.inputs, paths, replacements, measured.skipped, whole=[measured.border])

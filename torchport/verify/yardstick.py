@@ -27,13 +27,11 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def widened(tree: Any, dtype: torch.dtype) -> Any:
     """Returns a tree whose floating-point tensors are cast to a dtype, unless theirs is as wide."""
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor in `dtype` if its own is a narrower floating-point one; else the tensor."""
-        narrower = tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize
-        return tensor.to(dtype) if narrower else tensor
-
-    return pytree.tree_map_only(torch.Tensor, cast, tree)
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda x: x.to(dtype) if x.is_floating_point() and x.dtype.itemsize < dtype.itemsize else x,
+        tree,
+    )
 
 
 def wide_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:

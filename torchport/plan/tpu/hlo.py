@@ -164,6 +164,7 @@ class HloProgram:
     file: Path
     entry: str
     computations: dict[str, Computation]
+    trips: Mapping[str, int]  #: The iterations of each loop by the name of its body's computation.
     #: The device's peak of bfloat16 operations in a cycle. With the default, the compiler's estimates are never raised.
     flops_per_cycle: float = math.inf
 
@@ -181,8 +182,7 @@ class HloProgram:
 
     def constants(self) -> int:
         """Returns the bytes of all constants in the program, on each device."""
-        parts = self.computations.values()
-        instructions = [instruction for part in parts for instruction in part.instructions.values()]
+        instructions = [i for part in self.computations.values() for i in part.instructions.values()]
         return sum(instruction.bytes for instruction in instructions if instruction.opcode == "constant")
 
     def cycles(self, computation: str | None = None) -> int:
@@ -244,14 +244,14 @@ class HloProgram:
         for run in self.walk():
             if run.instruction.opcode == "while":
                 body = run.instruction.calls[1]
-                loops.append(HloLoop(body, self._trips[body], run.times, self.cycles(body)))
+                loops.append(HloLoop(body, self.trips[body], run.times, self.cycles(body)))
         return sorted(loops, key=lambda loop: -loop.cycles * loop.trips * loop.times)
 
     def _called(self, instruction: Instruction) -> list[tuple[str, int]]:
         """Returns the computations that one execution of an instruction runs, and how often; [] for a fusion."""
         if instruction.opcode == "while":
             condition, body = instruction.calls
-            return [(condition, self._trips[body] + 1), (body, self._trips[body])]
+            return [(condition, self.trips[body] + 1), (body, self.trips[body])]
         if instruction.opcode == "conditional":
             return [(max(instruction.calls, key=self.cycles), 1)]
         # `async-update` and `async-done` may name the computation of their `async-start` again. A reduction's
@@ -281,15 +281,10 @@ class HloProgram:
             if run.cycles and not run.beside and not kernel:
                 yield run
 
-    @functools.cached_property
-    def _trips(self) -> _LoopTrips:
-        return _LoopTrips(self.file, self.computations)
-
 
 class _LoopTrips(dict[str, int]):
-    """The iterations of each loop by the name of its body's computation; computed on the first access.
-
-    If the compiler did not write the number, the loop is simulated on integers, which must follow from constants.
+    """The iterations of loops by their bodies; computed on the first access. If the compiler did not write the number,
+    the loop is simulated on integers, which must follow from constants.
     """
 
     def __init__(self, file: Path, computations: Mapping[str, Computation]) -> None:
@@ -318,17 +313,13 @@ class _LoopTrips(dict[str, int]):
     def _simulated(self, part: Computation, loop: Instruction) -> int | None:
         """Simulates a loop and returns its iterations; None if they depend on unknown values, or are too many."""
         condition, body = (self._computations[called] for called in loop.calls)
-        known: dict[tuple[int, int], int | None] = {}
 
-        def state(index: int, trip: int) -> int | None:
+        @functools.cache
+        def state(index: int, *, trip: int) -> int | None:
             """Returns element `index` of the loop's state before iteration `trip`; None if not known."""
-            if (index, trip) not in known:
-                if trip == 0:
-                    known[index, trip] = self._initial(part, loop, index)
-                else:
-                    before = functools.partial(state, trip=trip - 1)
-                    known[index, trip] = self._element(body, body.root, index, before)
-            return known[index, trip]
+            if trip == 0:
+                return self._initial(part, loop, index)
+            return self._value(body, body.root, functools.partial(state, trip=trip - 1), index)
 
         for trip in range(_LONGEST):
             goes_on = self._value(condition, condition.root, functools.partial(state, trip=trip))
@@ -351,22 +342,21 @@ class _LoopTrips(dict[str, int]):
             same = passed.opcode == "get-tuple-element" and passed.index == str(outer)
             return self._initial(*self._loops[part.name], outer) if same else None
 
-        return self._element(part, loop.operands[0], index, outer_state)
+        return self._value(part, loop.operands[0], outer_state, index)
 
-    def _element(self, part: Computation, name: str, index: int, parameters: Callable[[int], int | None]) -> int | None:
-        """Returns an integer element of a tuple; None if not known. `parameters` returns a parameter's value."""
+    def _value(
+        self, part: Computation, name: str, parameters: Callable[[int], int | None], index: int | None = None
+    ) -> int | None:
+        """Returns the value of an integer instruction, or of element `index` of a tuple; None if it needs more than
+        constants and known parameters. `parameters` returns a parameter's value, or an element of a tuple that is one.
+        """
         instruction = part.instructions[name]
         if instruction.opcode == "parameter":
-            return parameters(index)
-        return self._value(part, instruction.operands[index], parameters) if instruction.opcode == "tuple" else None
-
-    def _value(self, part: Computation, name: str, parameters: Callable[[int], int | None]) -> int | None:
-        """Returns the value of an integer instruction; None if it needs more than constants and known parameters."""
-        instruction = part.instructions[name]
+            return parameters(int(instruction.literal) if index is None else index)
+        if index is not None:
+            return self._value(part, instruction.operands[index], parameters) if instruction.opcode == "tuple" else None
         if instruction.opcode == "get-tuple-element":
-            return self._element(part, instruction.operands[0], int(instruction.index), parameters)
-        if instruction.opcode == "parameter":
-            return parameters(int(instruction.literal))
+            return self._value(part, instruction.operands[0], parameters, int(instruction.index))
         if instruction.opcode == "constant":
             literal = {"true": "1", "false": "0"}.get(instruction.literal, instruction.literal)
             return int(literal) if re.fullmatch(r"-?\d+", literal) else None
@@ -375,11 +365,8 @@ class _LoopTrips(dict[str, int]):
             return self._value(
                 inside, inside.root, lambda number: self._value(part, instruction.operands[number], parameters)
             )
-        operation = instruction.opcode
-        if operation == "compare":
-            # It holds the direction, such as `LT`.
-            operation = instruction.index
-        compute = _COMPUTED.get(operation)
+        # The index of a comparison is its direction, such as `LT`.
+        compute = _COMPUTED.get(instruction.index if instruction.opcode == "compare" else instruction.opcode)
         if compute is None:
             return None
         values = [self._value(part, operand, parameters) for operand in instruction.operands]
@@ -467,7 +454,12 @@ class _HloReader:
         self.at = len(self.lines) - 1
         if not entry:
             raise self.refusal("There is no ENTRY computation")
-        return HloProgram(self.file, entry, self.computations)
+        return HloProgram(
+            self.file,
+            entry,
+            self.computations,
+            trips=_LoopTrips(self.file, self.computations),
+        )
 
     def refusal(self, fact: str) -> TopologyError:
         return TopologyError(f"{self.file}:{self.at + 1}", fact, _FORM)
@@ -595,32 +587,28 @@ class _HloReader:
         """Returns a collective's groups of devices from their text.
 
         `{{0,1},{2,3}}` lists them. `[2,2]<=[2,2]T(1,0)` counts the devices in the second shape, transposes it, and has
-        the groups as rows of the first shape: {{0,2},{1,3}}.
+        the groups as rows of the first shape: {{0,2},{1,3}}. In `mesh['a'=2,'b'=4] {'b'}` a group's devices differ only
+        along the axes in braces.
         """
-        iota = _IOTA.fullmatch(text)
-        if iota:
-            shape, sides, order = (_numbers(part or "") for part in iota.groups())
-            devices = numpy.arange(math.prod(sides)).reshape(sides)
-            return tuple(map(tuple, devices.transpose(order or range(len(sides))).reshape(shape).tolist()))
         if text == "{}":
             return (tuple(range(self.devices)),)
-        if text.startswith("mesh["):
-            return self.along_axes(text)
-        if text and not _LISTS.fullmatch(text):
-            raise self.refusal(f"Groups of devices are written '{text[:60]}'")
-        return tuple(_numbers(part) for part in re.findall(r"\{([\d,]+)\}", text))
-
-    def along_axes(self, text: str) -> tuple[tuple[int, ...], ...]:
-        """Returns the groups of `mesh['a'=2,'b'=4] {'b'}`: a group's devices differ only along the axes in braces."""
-        axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", text)}
-        named = re.fullmatch(r"mesh\[[^]]*\] \{([^}]*)\}", text)
-        along = re.findall(r"'(\w+)'", named[1]) if named else []
-        if not along or not set(along) <= set(axes) or math.prod(axes.values()) != self.devices:
-            raise self.refusal(f"Groups of devices are written '{text[:60]}'")
-        names = list(axes)
-        order = [names.index(name) for name in names if name not in along] + [names.index(name) for name in along]
-        devices = numpy.arange(self.devices).reshape(tuple(axes.values())).transpose(order)
-        return tuple(map(tuple, devices.reshape(-1, math.prod(axes[name] for name in along)).tolist()))
+        if not text or _LISTS.fullmatch(text):
+            return tuple(_numbers(part) for part in re.findall(r"\{([\d,]+)\}", text))
+        order: Sequence[int]
+        if iota := _IOTA.fullmatch(text):
+            shape, sides, order = (_numbers(part or "") for part in iota.groups())
+            order = order or range(len(sides))
+        else:
+            axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", text)}
+            named = re.fullmatch(r"mesh\[[^]]*\] \{([^}]*)\}", text)
+            along = re.findall(r"'(\w+)'", named[1]) if named else []
+            if not along or not set(along) <= set(axes) or math.prod(axes.values()) != self.devices:
+                raise self.refusal(f"Groups of devices are written '{text[:60]}'")
+            names, sides = list(axes), tuple(axes.values())
+            order = [*map(names.index, [name for name in names if name not in along]), *map(names.index, along)]
+            shape = -1, math.prod(axes[name] for name in along)
+        devices = numpy.arange(math.prod(sides)).reshape(sides).transpose(order).reshape(shape)
+        return tuple(map(tuple, devices.tolist()))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -685,11 +673,8 @@ def _positions(output: int, inputs: int, kernel: int, window: Mapping[str, str],
 
     `window` has fields such as `pad`, with a part for each spatial dim: `1_1x1_1`. `at` is the dim's number.
     """
-
-    def field(name: str, default: str) -> str:
-        return window[name].split("x")[at] if name in window else default
-
-    stride, spread, dilation = (int(field(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
-    before = int(field("pad", "0_0").split("_")[0])
+    fields = {name: parts.split("x")[at] for name, parts in window.items()}
+    stride, spread, dilation = (int(fields.get(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    before = int(fields.get("pad", "0_0").split("_")[0])
     reached = numpy.arange(output)[:, None] * stride + numpy.arange(kernel) * dilation - before
     return int(((reached >= 0) & (reached <= (inputs - 1) * spread) & (reached % spread == 0)).sum())
