@@ -216,7 +216,7 @@ def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis,
     raise MeshError(place, fact, remedy, name=name, axis=axes[0])
 
 
-def ways(axes: Iterable[Axis], mesh: Mapping[Axis, int]) -> int:
+def ways(axes: Iterable[str], mesh: Mapping[Any, int]) -> int:
     """Returns into how many parts some axes of a mesh split a dim: the axes dp and tp of `{dp: 2, tp: 4}` into 8."""
     return math.prod(mesh.get(axis, 1) for axis in axes)
 
