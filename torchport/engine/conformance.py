@@ -271,18 +271,16 @@ class DiffersError(Exception):
         self.cure = cure
 
 
+@dataclasses.dataclass(eq=False)
 class Operators:
-    """A record of the operators that a network calls, and whether each agrees with PyTorch.
+    """A record of the operators that a network calls, and whether each agrees with PyTorch."""
 
-    Args:
-        accepted: The reason by name of each operator that may differ.
-        strict: Whether an operator is refused, too, that no sample has compared with PyTorch's.
-    """
-
-    def __init__(self, accepted: Mapping[str, str] = {}, strict: bool = False) -> None:
-        self.accepted = accepted
-        self.strict = strict
-        self.found: dict[Form, tuple[str, str]] = {}  # the state of each form, and why
+    #: The reason by name of each operator that may differ.
+    accepted: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    #: Whether an operator is refused, too, that no sample has compared with PyTorch's.
+    strict: bool = False
+    #: The state of each form, and why.
+    found: dict[Form, tuple[str, str]] = dataclasses.field(default_factory=dict, init=False)
 
     def see(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Notes a call, and returns whether no sample has its form. Raises DiffersError for a form that differs from

@@ -394,7 +394,7 @@ class Dispatch:
 
     def _as_in_pytorch(self, function: Any, output: Any, answer: Any, traced: Any, args: Any, kwargs: Any) -> Any:
         """Returns an operator's output with the dtypes, strides and memory of `answer`, PyTorch's output for the
-        shadows of `traced`. `args` may have casts of these tensors. What the host computed is both, output and answer.
+        shadows of `traced`. `args` may have casts of these tensors. On the host `output` is `answer`.
         """
         leaves, tree = pytree.tree_flatten(output)
         expected = pytree.tree_leaves(answer)
@@ -551,8 +551,7 @@ class Dispatch:
         self.shadow(tensor)  # makes it if it is missing
         memory: Storage | None = tensor.__dict__.get("_memory")
         if memory is None:
-            memory = tensor._memory = Storage(None if is_known(tensor) else tensor._elem)
-            memory.layout = layout(tensor._shadow)
+            memory = tensor._memory = Storage(None if is_known(tensor) else tensor._elem, layout(tensor._shadow))
             tensor._path = ()
             memory.add(tensor, ())
         return memory
@@ -573,15 +572,15 @@ class Dispatch:
         """Returns the arguments of `as_strided` (tensor, size, strides, offset) for the tensor that is a view's whole
         memory: PyTorch counts elements there, not in the view.
         """
-        start = self.shadow(tensor).storage_offset() if offset is None else offset
-        if offset is not None:
-            # Raises if the tensor's own offset is not known.
-            _offset(tensor)
+        if offset is None:
+            offset = self.shadow(tensor).storage_offset()
+        else:
+            _offset(tensor)  # raises if the tensor's own offset is not known
         while (whole := tensor.__dict__.get("_whole")) is not None:
             tensor = whole
         if not is_known(tensor) and layout(self.shadow(tensor)) != (0, [*range(tensor.ndim)]):
             raise DiffersError("aten.as_strided.default", "counts elements in memory that is not contiguous")
-        return tensor, size, strides, start
+        return tensor, size, strides, offset
 
     def _note_view(self, tensor: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> None:
         """Gives a result the memory of an argument if their shadows share memory: then it is a view of the argument."""
