@@ -225,8 +225,8 @@ def _parameters(func: Any, places: int = 0, names: frozenset[str] = frozenset())
     for overload in packet.overloads() if packet is not None else ():
         parameters = _parameters(getattr(packet, overload)) or []
         left = parameters[places:]
-        required = {parameter.name for parameter in left if parameter.required}
-        if places <= len(parameters) and required <= names <= {parameter.name for parameter in left} | PLACES:
+        needed = {parameter.name for parameter in left if parameter.required}
+        if places <= len(parameters) and needed <= names <= {parameter.name for parameter in left} | PLACES:
             return parameters
     return None
 

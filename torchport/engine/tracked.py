@@ -572,15 +572,15 @@ class Dispatch:
         """Returns the arguments of `as_strided` (tensor, size, strides, offset) for the tensor that is a view's whole
         memory: PyTorch counts elements there, not in the view.
         """
-        if offset is None:
-            offset = self.shadow(tensor).storage_offset()
-        else:
-            _offset(tensor)  # raises if the tensor's own offset is not known
+        start = self.shadow(tensor).storage_offset() if offset is None else offset
+        if offset is not None:
+            # Raises if the tensor's own offset is not known.
+            _offset(tensor)
         while (whole := tensor.__dict__.get("_whole")) is not None:
             tensor = whole
         if not is_known(tensor) and layout(self.shadow(tensor)) != (0, [*range(tensor.ndim)]):
             raise DiffersError("aten.as_strided.default", "counts elements in memory that is not contiguous")
-        return tensor, size, strides, offset
+        return tensor, size, strides, start
 
     def _note_view(self, tensor: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> None:
         """Gives a result the memory of an argument if their shadows share memory: then it is a view of the argument."""

@@ -124,7 +124,7 @@ def norm_bound(
     bound = 1.0
     for gains, offsets in ((query_gains, query_offsets), (key_gains, key_offsets)):
         lengths = [numpy.max(numpy.abs(gain.astype(numpy.float64))) * math.sqrt(gain.size) for gain in gains]
-        shifts = [0.0, *(numpy.linalg.norm(offset.astype(numpy.float64)) for offset in offsets)]
+        shifts: list[Any] = [0.0, *(numpy.linalg.norm(offset.astype(numpy.float64)) for offset in offsets)]
         bound *= float(numpy.max(lengths)) + float(numpy.max(shifts))
     return bound if math.isfinite(bound) else math.inf
 
