@@ -7,8 +7,7 @@ its patches must be in place by then.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import operator
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -157,9 +156,5 @@ def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
 
 def _operator(target: str) -> Any:
     """Returns a torch function or an ATen overload by its target; see `operators`."""
-    import torch
-
-    module, _, path = target.partition(":")
     # Python cannot import `torch.ops.aten`.
-    home = torch.ops.aten if module == "torch.ops.aten" else importlib.import_module(module)
-    return operator.attrgetter(path)(home)
+    return pkgutil.resolve_name(target.replace("torch.ops.aten:", "torch:ops.aten."))

@@ -24,17 +24,17 @@ class View:
     backward: Callable[[Any, Any], Any]  # the base's value, the view's new one -> the base's new one
 
 
+@dataclasses.dataclass(eq=False)
 class Storage:
     """The memory of a traced tensor that is no view, with its array as `value`; views of the tensor share it."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.whose = ""  # if the network must not write to it, a word for it: `an argument of the network`
-        self.is_callers = False  # whether the network's caller made it: then its offset is not known
-        self.written = False
-        self.stale: str | Exception = ""  # why its value is not what PyTorch would have
-        self.layout: Any = None  # the result of `layout` for its first tensor
-        self.tensors: list[tuple[weakref.ref[Any], tuple[View, ...]]] = []
+    value: Any
+    layout: Any  #: The result of `layout` for its first tensor.
+    whose: str = ""  #: If the network must not write to it, a word for it: `an argument of the network`.
+    is_callers: bool = False  #: Whether the network's caller made it: then its offset is not known.
+    written: bool = False
+    stale: str | Exception = ""  #: Why its value is not what PyTorch would have.
+    tensors: list[tuple[weakref.ref[Any], tuple[View, ...]]] = dataclasses.field(default_factory=list)
 
     def add(self, tensor: Any, path: tuple[View, ...]) -> None:
         """Notes a tensor of this memory, and the views that lead from the whole memory to the tensor."""

@@ -82,8 +82,7 @@ def state_of(form: Form) -> tuple[str, str]:
     samples = read().operators.get(form.operator)
     if samples is None:
         return "unknown", "the operator was never sampled"
-    rows = [row for row in samples.rows if row.options <= form.options]
-    rows = [row for row in rows if not row.dtypes or not row.dtypes.isdisjoint(form.dtypes)]
+    rows = [row for row in samples.rows if row.options <= form.options and (row.dtypes & form.dtypes or not row.dtypes)]
     if rows:
         row = min(rows, key=lambda row: row.patch != "")  # a difference without a patch counts first
         return ("mended", row.patch) if row.patch else ("differs", row.what)
@@ -208,6 +207,8 @@ def _parameters(func: Any, places: int = 0, names: frozenset[str] = frozenset())
     """Returns the parameters of an operator; None if they are not known. The overload of a builtin is chosen by
     `places`, the number of arguments passed by position, and `names`, those passed by name.
     """
+    import torch
+
     if hasattr(func, "_schema"):
         declared = []
         for argument in func._schema.arguments:
@@ -215,25 +216,17 @@ def _parameters(func: Any, places: int = 0, names: frozenset[str] = frozenset())
             nullable = required and str(argument.type) == "Optional[Tensor]"
             declared.append(_Parameter(argument.name, required, argument.kwarg_only, argument.default_value, nullable))
         return declared
-    try:
-        parameters = list(inspect.signature(func).parameters.values())
-    except ValueError:
-        return _parameters_of_builtin(func, places, names)
-    if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
-        return _parameters_of_builtin(func, places, names)
-    return [_Parameter(p.name, p.default is p.empty, p.kind is p.KEYWORD_ONLY, p.default) for p in parameters]
-
-
-def _parameters_of_builtin(func: Any, places: int, names: frozenset[str]) -> list[_Parameter] | None:
-    """Returns the parameters of a builtin's first ATen overload that takes these arguments; None if there is none."""
-    import torch
-
+    with contextlib.suppress(ValueError):  # a builtin may have no signature
+        signature = list(inspect.signature(func).parameters.values())
+        if not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature):
+            return [_Parameter(p.name, p.default is p.empty, p.kind is p.KEYWORD_ONLY, p.default) for p in signature]
+    # The first ATen overload that takes these arguments.
     packet = getattr(torch.ops.aten, func.__name__, None)
     for overload in packet.overloads() if packet is not None else ():
         parameters = _parameters(getattr(packet, overload)) or []
         left = parameters[places:]
-        required = {parameter.name for parameter in left if parameter.required}
-        if places <= len(parameters) and required <= names <= {parameter.name for parameter in left} | PLACES:
+        needed = {parameter.name for parameter in left if parameter.required}
+        if places <= len(parameters) and needed <= names <= {parameter.name for parameter in left} | PLACES:
             return parameters
     return None
 
@@ -278,18 +271,16 @@ class DiffersError(Exception):
         self.cure = cure
 
 
+@dataclasses.dataclass(eq=False)
 class Operators:
-    """A record of the operators that a network calls, and whether each agrees with PyTorch.
+    """A record of the operators that a network calls, and whether each agrees with PyTorch."""
 
-    Args:
-        accepted: The reason by name of each operator that may differ.
-        strict: Whether an operator is refused, too, that no sample has compared with PyTorch's.
-    """
-
-    def __init__(self, accepted: Mapping[str, str] = {}, strict: bool = False) -> None:
-        self.accepted = accepted
-        self.strict = strict
-        self.found: dict[Form, tuple[str, str]] = {}  # the state of each form, and why
+    #: The reason by name of each operator that may differ.
+    accepted: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    #: Whether an operator is refused, too, that no sample has compared with PyTorch's.
+    strict: bool = False
+    #: The state of each form, and why.
+    found: dict[Form, tuple[str, str]] = dataclasses.field(default_factory=dict, init=False)
 
     def see(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Notes a call, and returns whether no sample has its form. Raises DiffersError for a form that differs from
@@ -334,11 +325,8 @@ class Operators:
         others: dict[str, Any] = {state: [] for state in _WORST if state != "same"}
         for form, (state, what) in sorted(self.found.items(), key=lambda found: found[0].operator):
             if state != "same":
-                text = f"{form.operator}: {what}"
-                if form.operator in self.accepted:
-                    reason = self.accepted[form.operator]
-                    text += f"; accepted: {reason}"
-                others[state].append(text)
+                accepted = f"; accepted: {self.accepted[form.operator]}" if form.operator in self.accepted else ""
+                others[state].append(f"{form.operator}: {what}{accepted}")
         same = sum(state == "same" for state in states.values())
         return {"same": same, **{state: texts for state, texts in others.items() if texts}}
 
@@ -347,12 +335,9 @@ class Operators:
         states = self.states()
         parts = []
         for state in reversed(_WORST):
-            names = sorted(name for name in states if states[name] == state)
-            words = f"{len(names)} {state}"
-            if state in ("differs", "unknown"):
-                words += f" ({', '.join(names)})"
-            if names:
-                parts.append(words)
+            if names := sorted(name for name in states if states[name] == state):
+                listed = f" ({', '.join(names)})" if state in ("differs", "unknown") else ""
+                parts.append(f"{len(names)} {state}{listed}")
         return f"{len(states)} operators: {', '.join(parts)}"
 
 
@@ -369,6 +354,5 @@ def watching(operators: Operators | None) -> Iterator[None]:
         _WATCHING.reset(token)
 
 
-def watched() -> Operators | None:
-    """Returns the record in which `watching` notes operators; None outside of `watching`."""
-    return _WATCHING.get()
+watched = _WATCHING.get
+"""Returns the record in which `watching` notes operators; None outside of `watching`."""

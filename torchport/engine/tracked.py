@@ -343,22 +343,11 @@ class Dispatch:
     def _on_host(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operator in PyTorch on the host: arguments with known values give results with known values."""
         answer = self._ask_pytorch(function, args, kwargs, "cpu")
-        shadows = {id(tensor._shadow): tensor for tensor in self._traced((args, kwargs))}
         for tensor in self._traced(_written(function, args, kwargs)):
             for sharing, _ in self._memory(tensor).alive():
                 # An outdated copy: the operator has written to the memory.
                 sharing._array = None
-        outputs, tree = pytree.tree_flatten(answer)
-        shapes = [getattr(leaf, "shape", None) for leaf in outputs]
-        for item, leaf in enumerate(outputs):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            if id(leaf) in shadows:
-                outputs[item] = shadows[id(leaf)]
-                continue
-            tensor = outputs[item] = self.tensor(value=None, shadow=leaf)
-            self._note_view(tensor, function, args, kwargs, item, shapes)
-        return pytree.tree_unflatten(outputs, tree)
+        return self._as_in_pytorch(function, answer, answer, self._traced((args, kwargs)), args, kwargs)
 
     def _on_devices(self, function: Any, types: Any, args: Any, kwargs: Any, traced: list[Any]) -> Any:
         """Calls an operator's lowering, and gives the results the dtypes, strides and memory that PyTorch says."""
@@ -405,7 +394,7 @@ class Dispatch:
 
     def _as_in_pytorch(self, function: Any, output: Any, answer: Any, traced: Any, args: Any, kwargs: Any) -> Any:
         """Returns an operator's output with the dtypes, strides and memory of `answer`, PyTorch's output for the
-        shadows of `traced`. `args` may have casts of these tensors.
+        shadows of `traced`. `args` may have casts of these tensors. On the host `output` is `answer`.
         """
         leaves, tree = pytree.tree_flatten(output)
         expected = pytree.tree_leaves(answer)
@@ -414,14 +403,16 @@ class Dispatch:
         shapes = [getattr(leaf, "shape", None) for leaf in expected]
         shadows = {id(tensor._shadow): tensor for tensor in traced}
         for item, (leaf, shadow) in enumerate(zip(leaves, expected, strict=True)):
-            if not (isinstance(leaf, self.type) and isinstance(shadow, torch.Tensor)):
+            is_of_host = leaf is shadow
+            if not isinstance(shadow, torch.Tensor) or not (is_of_host or isinstance(leaf, self.type)):
                 continue
             if id(shadow) in shadows:
                 leaves[item] = shadows[id(shadow)]
             else:  # also where a lowering returns its argument, of which PyTorch makes a copy
-                tensor = leaves[item] = self._with_shadow(function, leaf, shadow)
+                tensor = self.tensor(None, shadow) if is_of_host else self._with_shadow(function, leaf, shadow)
+                leaves[item] = tensor
                 self._note_view(tensor, function, args, kwargs, item, shapes)
-                if _name(function) == "_to_copy":
+                if _name(function) == "_to_copy" and not is_of_host:
                     tensor._cast = args[0]._elem, tensor._elem
         return pytree.tree_unflatten(leaves, tree)
 
@@ -560,8 +551,7 @@ class Dispatch:
         self.shadow(tensor)  # makes it if it is missing
         memory: Storage | None = tensor.__dict__.get("_memory")
         if memory is None:
-            memory = tensor._memory = Storage(None if is_known(tensor) else tensor._elem)
-            memory.layout = layout(tensor._shadow)
+            memory = tensor._memory = Storage(None if is_known(tensor) else tensor._elem, layout(tensor._shadow))
             tensor._path = ()
             memory.add(tensor, ())
         return memory
@@ -594,11 +584,9 @@ class Dispatch:
 
     def _note_view(self, tensor: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> None:
         """Gives a result the memory of an argument if their shadows share memory: then it is a view of the argument."""
-        address = tensor._shadow.untyped_storage()._cdata
-        for base in self._traced((args, kwargs)):
-            if base._shadow.untyped_storage()._cdata == address:
-                break
-        else:
+        traced = self._traced((args, kwargs))
+        base = next((base for base in traced if _memory_of(base) == _memory_of(tensor)), None)
+        if base is None:
             return
         memory = self._memory(base)
         view = self._view(base, function, args, kwargs, item, shapes)

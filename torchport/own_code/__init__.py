@@ -155,17 +155,14 @@ def entries_of(pack: Pack, card: Card | None, patches: Sequence[str], backend: s
     `original` only the plumbing among them is returned, and the patches under the card's `original`.
     """
     names = [*BESIDE] if backend == "torchax" else []
-    original: list[str] = []
     home = None
     if card is not None:
-        names += [name for _, stage_patches in card.patch_sets() for name in stage_patches]
-        names += card.script
-        original = card.original
+        names += [name for _, stage_patches in card.patch_sets() for name in stage_patches] + card.script
         home = pack.home(card.model).patches
     entries = patch.read(pack.folders, list(dict.fromkeys([*names, *patches])), home)
     if backend == "torchax":
         return entries
-    needed = {entry.id for entry in patch.read(pack.folders, original, home)}
+    needed = {entry.id for entry in patch.read(pack.folders, card.original if card is not None else [], home)}
     return [entry for entry in entries if entry.plumbing or entry.id in needed]
 
 
@@ -178,7 +175,7 @@ def _on_path(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if entry in sys.path:  # the user's code may have removed it
+        with contextlib.suppress(ValueError):  # the user's code may have removed it
             sys.path.remove(entry)
 
 
@@ -190,9 +187,8 @@ def _passed_on(arguments: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(VARIABLE, None)
-        else:
+        os.environ.pop(VARIABLE, None)
+        if before is not None:
             os.environ[VARIABLE] = before
 
 

@@ -112,8 +112,7 @@ def _rules(
     is_name = isinstance(strategy, str) and strategy.isidentifier()  # else it is a mapping of rules, or YAML
     if strategy is not None and not is_name:
         if inputs:
-            fact = "'strategy' has rules for inputs already"
-            raise BadValueError("port(inputs=...)", fact, "Put them there")
+            raise BadValueError("port(inputs=...)", "'strategy' has rules for inputs already", "Put them there")
         return rules.of_caller(component or type(module).__name__, strategy)
     extra = validated(_Inputs, Document("port(inputs=...)", {"inputs": [dict(rule) for rule in inputs]}, {})).inputs
     if session.card is None or session.document is None:

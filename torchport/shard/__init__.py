@@ -6,6 +6,7 @@ dim of a tensor, from the first on; `replicate` is written out, never implied.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import re
@@ -101,13 +102,10 @@ def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sh
     where = grid.spots(devices)
     candidates = [list(range(len(devices)))]  # orders that `grid.order` prefers if no other is more compact
     if len({spot.island for spot in where}) == 1:  # JAX's own order, in rings of chips, is for one slice
-        try:
-            jax_mesh = mesh_utils.create_device_mesh(sizes, devices)
-        except NotImplementedError:  # JAX has no order for these sizes
-            candidates = []
-        else:
+        candidates = []
+        with contextlib.suppress(NotImplementedError):  # JAX has no order for some sizes
             number = {device.id: n for n, device in enumerate(devices)}
-            candidates = [[number[device.id] for device in jax_mesh.flat]]
+            candidates = [[number[device.id] for device in mesh_utils.create_device_mesh(sizes, devices).flat]]
     arranged = numpy.empty(len(devices), dtype=object)
     arranged[:] = [devices[number] for number in grid.order(sizes, where, candidates)]
     return jax.sharding.Mesh(arranged.reshape(sizes), AXES, axis_types=kinds)
@@ -134,10 +132,10 @@ def match(
     """Returns the rule of every tensor by name, with the spec that fits its shape: the rule's first, or one of
     `otherwise`. Refuses a tensor without a rule, a rule without a tensor, and a shape that no spec fits.
     """
-    rule_of: dict[str, RuleT] = {}
-    for name in shapes:
-        size = math.prod(shapes[name])
-        rule_of[name] = _first_match(rules, name, place, f"'{name}' {list(shapes[name])} ({size} elements)")
+    rule_of = {
+        name: _first_match(rules, name, place, f"'{name}' {list(shape)} ({math.prod(shape)} elements)")
+        for name, shape in shapes.items()
+    }
     check_alive(rules, list(shapes), place, places)
     return {name: _with_fitting_spec(name, shapes[name], rule, mesh, place) for name, rule in rule_of.items()}
 
@@ -216,18 +214,15 @@ def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis,
     raise MeshError(place, fact, remedy, name=name, axis=axes[0])
 
 
-def ways(axes: Iterable[Axis], mesh: Mapping[Axis, int]) -> int:
+def ways(axes: Iterable[str], mesh: Mapping[Any, int]) -> int:
     """Returns into how many parts some axes of a mesh split a dim: the axes dp and tp of `{dp: 2, tp: 4}` into 8."""
     return math.prod(mesh.get(axis, 1) for axis in axes)
 
 
 def device_bytes(shapes: Mapping[str, Shape], rules: Mapping[str, Rule], mesh: Mapping[Axis, int], dtype: str) -> int:
     """Returns the bytes of all tensors on each device under their rules: exact, from shapes alone."""
-    total = 0
-    for name, shape in shapes.items():
-        split = math.prod(ways(axes, mesh) for axes in dims_of(rules[name].spec))
-        total += math.prod(shape) * DTYPES[dtype] // split
-    return total
+    parts = {name: math.prod(ways(axes, mesh) for axes in dims_of(rules[name].spec)) for name in shapes}
+    return sum(math.prod(shape) * DTYPES[dtype] // parts[name] for name, shape in shapes.items())
 
 
 def sharding(rule: Rule, mesh: jax.sharding.Mesh) -> NamedSharding:

@@ -34,7 +34,6 @@ def check(
     module_rules, called = rule_by_module(module, rules, place), set[str]()
 
     def check_output(name: str, rule: ActivationRule, submodule: Any, inputs: Any, output: Any) -> None:
-        """Refuses an output that does not fit, and notes that the module was called: a forward hook."""
         _check_output(name, rule, sizes, place, output)
         called.add(name)
 
@@ -83,11 +82,8 @@ def _specs(rule: ActivationRule, outputs: Sequence[Any]) -> list[Spec | None]:
     """Returns the spec of each output; None for no constraint, as under a shared rule for an output of fewer dims."""
     if not rule.is_shared:
         return rule.outputs
-    specs = []
-    for spec, output in zip(rule.outputs, outputs, strict=False):
-        fits = getattr(output, "ndim", 0) >= len(dims_of(spec))
-        specs.append(spec if fits else None)
-    return specs
+    pairs = zip(rule.outputs, outputs, strict=False)
+    return [spec if getattr(output, "ndim", 0) >= len(dims_of(spec)) else None for spec, output in pairs]
 
 
 def _check_output(name: str, rule: ActivationRule, sizes: Mapping[Axis, int], place: str, output: Any) -> None:

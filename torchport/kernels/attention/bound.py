@@ -123,13 +123,8 @@ def norm_bound(
     # The maximum is numpy's, as Python's drops a NaN that does not come first.
     bound = 1.0
     for gains, offsets in ((query_gains, query_offsets), (key_gains, key_offsets)):
-        lengths: list[Any] = []
-        shifts: list[Any] = [0.0]
-        for gain in gains:
-            largest = numpy.max(numpy.abs(gain.astype(numpy.float64)))
-            lengths.append(largest * math.sqrt(gain.size))
-        for offset in offsets:
-            shifts.append(numpy.linalg.norm(offset.astype(numpy.float64)))
+        lengths = [numpy.max(numpy.abs(gain.astype(numpy.float64))) * math.sqrt(gain.size) for gain in gains]
+        shifts: list[Any] = [0.0, *(numpy.linalg.norm(offset.astype(numpy.float64)) for offset in offsets)]
         bound *= float(numpy.max(lengths)) + float(numpy.max(shifts))
     return bound if math.isfinite(bound) else math.inf
 
@@ -157,9 +152,8 @@ def of_weights(
                 offset = re.sub(r"weight$", "bias", name)
                 if offset != name and offset in weights:
                     block[2 + side].append(weights[offset])
-    for block in blocks.values():
-        if not all(hasattr(array, "__array__") for group in block for array in group):
-            return None
+    if not all(hasattr(array, "__array__") for block in blocks.values() for group in block for array in group):
+        return None
     bounds = []
     for block in blocks.values():
         gains_q, gains_k, offsets_q, offsets_k = ([numpy.asarray(x, numpy.float64) for x in group] for group in block)
@@ -187,10 +181,8 @@ def _gains(weights: Mapping[str, Any], pattern: str, what: str, place: str) -> l
         fact = f"'{pattern}' of the bound '{what}' matches '{wrong}' {list(weights[wrong].shape)}, which is no gain"
         raise BadValueError(place, fact, "Match the weights of norms alone")
     patterns = {re.sub(r"\d+", "#", name, count=1) for name in names}
-    unmatched = next(
-        (name for name in weights if re.sub(r"\d+", "#", name, count=1) in patterns and name not in names), None
-    )
-    if unmatched is not None:
-        fact = f"'{pattern}' of the bound '{what}' matches '{names[0]}' and not '{unmatched}'"
+    unmatched = [name for name in weights if re.sub(r"\d+", "#", name, count=1) in patterns and name not in names]
+    if unmatched:
+        fact = f"'{pattern}' of the bound '{what}' matches '{names[0]}' and not '{unmatched[0]}'"
         raise DeadRuleError(place, fact, "It must match the norms of every block")
     return names

@@ -21,7 +21,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
@@ -38,6 +37,7 @@ from torchport.kernels.attention import bound as bounds
 from torchport.kernels.attention import plain, splash, stock, tiles, transposed
 from torchport.kernels.attention.int8 import EXPONENT, GROWTH
 from torchport.kernels.attention.plain import Window
+from torchport.shard import ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,9 +193,8 @@ def context(value: Context) -> Iterator[None]:
         _CONTEXT.reset(token)
 
 
-def current() -> Context:
-    """Returns the settings for the attention calls of the program that is being traced."""
-    return _CONTEXT.get()
+current = _CONTEXT.get
+"""Returns the settings for the attention calls of the program that is being traced."""
 
 
 def attention(
@@ -424,7 +423,7 @@ def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Callable[..., jax
     def split(q: jax.Array, k: jax.Array, v: jax.Array, *, lengths_B: jax.Array | None) -> jax.Array:
         """Runs `local` on each device's shard; on whole arrays without a mesh, or if the caller has split them."""
         mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or mesh.manual_axes or math.prod(mesh.shape.values()) == 1:
+        if mesh.empty or mesh.manual_axes or mesh.size == 1:
             return local(q, k, v, lengths_B)
         _check_axes(mesh)
         sizes = dict(mesh.shape)
@@ -445,8 +444,8 @@ def _query_axes(sizes: Mapping[str, int], queries: int, keys: int) -> tuple[str,
     With heads split, devices exchange queries and outputs. With queries split, each device needs all heads of the keys:
     for few keys, such as a text's, every device has them.
     """
-    ways = math.prod(sizes.get(axis, 1) for axis in QUERY_AXES)
-    return QUERY_AXES if ways > 1 and keys * ways < queries and queries % ways == 0 else ()
+    parts = ways(QUERY_AXES, sizes)
+    return QUERY_AXES if parts > 1 and keys * parts < queries and queries % parts == 0 else ()
 
 
 def _check_axes(mesh: Any) -> None:
@@ -466,6 +465,6 @@ def _dividing_axes(axes: tuple[str, ...], sizes: Mapping[str, int], count: int) 
     """Returns the axes of a mesh that split `count` items evenly: (sp=2, tp=3) for 4 items gives (sp,)."""
     chosen: tuple[str, ...] = ()
     for axis in axes:
-        if axis in sizes and count % math.prod(sizes[name] for name in (*chosen, axis)) == 0:
+        if axis in sizes and count % ways((*chosen, axis), sizes) == 0:
             chosen += (axis,)
     return chosen

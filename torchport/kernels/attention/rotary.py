@@ -138,10 +138,9 @@ def norm_rotary(
     gains = _gains(norm, heads)
     note = current().note
     if note is not None:
-        kind = {"none": norm is None, "over_all": norm is not None and norm.is_over_all(heads.size)}
-        kind |= {"centred": norm is not None and norm.centred, "bias": norm is not None and norm.bias is not None}
-        sizes = {"batch": count, "tokens": tokens, "features": features, "groups": heads.groups, "size": heads.size}
-        arguments = {**sizes, "padded": heads.padded, **{name: int(value) for name, value in kind.items()}}
+        arguments = {"batch": count, "tokens": tokens, "features": features, **dataclasses.asdict(heads)}
+        if norm is not None:
+            arguments |= {"gains": norm.weight.size, "centred": int(norm.centred), "bias": int(norm.bias is not None)}
         moved = 2 * x_BSF.nbytes // batch * count + count * sum(table.nbytes for table in tables)
         loops = (count * (tokens // rows),)  # over the grid alone
         note(Pass("norm_rotary", f"{__name__}:alone", arguments, loops=loops, bytes=moved))
@@ -166,33 +165,26 @@ def norm_rotary(
 
 
 def alone(
-    batch: int,
-    tokens: int,
-    features: int,
-    groups: int,
-    size: int,
-    padded: int,
-    none: int,
-    over_all: int,
-    centred: int,
-    bias: int,
+    batch: int, tokens: int, features: int, *, gains: int = 0, centred: int = 0, bias: int = 0, **heads: int
 ) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
     """Returns `norm_rotary` as a function of arrays, and the arrays' shapes; `plan` compiles the kernel with them.
 
-    The last four arguments are 0 or 1: no norm; a norm of all heads together; a LayerNorm (else an RMSNorm); a norm
-    with offsets.
+    Args:
+        gains: The number of the norm's gains; 0: no norm.
+        centred: 1 for a LayerNorm, 0 for an RMSNorm.
+        bias: 1 for a norm with offsets.
+        heads: The fields of `Heads`.
     """
 
-    def run(x: jax.Array, cos: jax.Array, sin: jax.Array, *gains: jax.Array) -> jax.Array:
+    def run(x: jax.Array, cos: jax.Array, sin: jax.Array, *arrays: jax.Array) -> jax.Array:
         norm = None
-        if gains:
-            norm = Norm(gains[0], gains[1] if bias else None, eps=1e-6, centred=bool(centred), twice=not centred)
-        return norm_rotary(x, norm, cos, sin, Heads(size, padded, groups))
+        if arrays:
+            norm = Norm(arrays[0], arrays[1] if bias else None, eps=1e-6, centred=bool(centred), twice=not centred)
+        return norm_rotary(x, norm, cos, sin, Heads(**heads))
 
-    table = jax.ShapeDtypeStruct((tokens, size), jnp.float32)
-    gain = jax.ShapeDtypeStruct((features // padded * size if over_all else size,), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((tokens, heads["size"]), jnp.float32)
     shapes = [jax.ShapeDtypeStruct((batch, tokens, features), jnp.bfloat16), table, table]
-    return run, [*shapes, *[gain] * (0 if none else 1 + bias)]
+    return run, shapes + [jax.ShapeDtypeStruct((gains,), jnp.bfloat16)] * (1 + bias if gains else 0)
 
 
 def _gains(norm: Norm | None, heads: Heads) -> list[jax.Array]:
@@ -217,24 +209,19 @@ def _kernel(norm: Norm | None, heads: Heads, x: Any, *others: Any) -> None:
     row, lane = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), dim) for dim in (0, 1))
     # The product with this matrix turns each pair (a, b) into (-b, a), in the matrix unit, which is free otherwise.
     turn = jnp.where(row == lane + 1, -1.0, 1.0) * ((row ^ lane) == 1)
-
-    def column(i: int) -> jax.Array:
-        return x[:, i * LANES : (i + 1) * LANES]
-
-    columns = range(groups * per_group)
+    columns = [slice(i * LANES, (i + 1) * LANES) for i in range(groups * per_group)]
     over_all = norm is not None and norm.is_over_all(heads.size)
-    shared = _statistics([column(i) for i in columns], norm, heads) if norm is not None and over_all else None
-    for i in columns:
-        features = column(i)
+    shared = _statistics([x[:, column] for column in columns], norm, heads) if norm is not None and over_all else None
+    for i, column in enumerate(columns):
+        features = x[:, column]
         if norm is not None:
             mean, scale = shared or _statistics([features], norm, heads)
-            weight, *bias = (gain[:, i * LANES : (i + 1) * LANES] if over_all else gain[...] for gain in gains)
+            weight, *bias = (gain[:, column] if over_all else gain[...] for gain in gains)
             wide = features.astype(jnp.float32)
             normal = (wide if mean is None else wide - mean) * scale
             features = norm.scaled(normal, weight, bias[0] if bias else None, out.dtype)
-        lanes = slice(i % per_group * LANES, (i % per_group + 1) * LANES)
         turned = features.astype(jnp.float32) * cos[...] + _product(features, turn) * sin[...]
-        out[i // per_group, :, lanes] = turned.astype(out.dtype)
+        out[i // per_group, :, columns[i % per_group]] = turned.astype(out.dtype)
 
 
 def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:

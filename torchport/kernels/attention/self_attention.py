@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -148,16 +149,9 @@ def _on_shards(
         return run(tokens, further, cos, sin, lengths)
     dp, sp, tp = (axis if axis in mesh.shape else None for axis in ("dp", "sp", "tp"))
 
-    def specs(parts: Tokens | None, spec: PartitionSpec) -> Tokens | None:
-        """Returns `spec` for q, k and v, and specs that fit it for the gains of norms, as `Tokens`."""
-        if parts is None:
-            return None
-        # Gains of all heads together lie as the features do.
-        gains = [
-            None if norm is None else PartitionSpec(tp if norm.is_over_all(size) else None)
-            for norm in (parts.norm_q, parts.norm_k)
-        ]
-        return Tokens(spec, spec, spec, *gains)
+    def specs(parts: Tokens | None, spec: PartitionSpec) -> Any:
+        """Returns `spec` for q, k and v, and specs for gains: of all heads together, they lie as the features do."""
+        return jax.tree.map(lambda x: spec if x.ndim == 3 else PartitionSpec(None if x.size == size else tp), parts)
 
     split_tokens, whole, table = PartitionSpec(dp, sp, tp), PartitionSpec(dp, None, tp), PartitionSpec(sp)
     split = jax.shard_map(

@@ -42,13 +42,13 @@ def smooth(k_BHTD: jax.Array, lengths_B: jax.Array | None) -> jax.Array:
     return (k32_BHTD - k32_BHTD.sum(2, keepdims=True) / count).astype(k_BHTD.dtype)
 
 
-def _mask(queries: int, keys: int, left: int | None, right: int | None) -> Any:
-    """Returns the kernel's mask for a window of keys around each query: full, causal, or local."""
-    if (left, right) == (None, None):
-        return splash_attention_mask.FullMask((queries, keys))
-    if (left, right) == (None, 0):
-        return splash_attention_mask.CausalMask((queries, keys))
-    return splash_attention_mask.LocalMask((queries, keys), (left, right), offset=0)
+def _mask(shape: tuple[int, int], sides: Window) -> Any:
+    """Returns the kernel's mask [S, T] for a window of keys around each query: full, causal, or local."""
+    if sides == (None, None):
+        return splash_attention_mask.FullMask(shape)
+    if sides == (None, 0):
+        return splash_attention_mask.CausalMask(shape)
+    return splash_attention_mask.LocalMask(shape, sides, offset=0)
 
 
 def _check_tile(tile: SplashTile) -> None:
@@ -118,7 +118,7 @@ def attention(
         if padding == "feature":  # a query's is 1 and a padded key's is HIDDEN, so their product hides the key
             one_BS, hidden_BT = jnp.ones((batch, all_queries)), jnp.where(valid_BT, 0.0, HIDDEN)
             valid_BT = None  # the kernel needs no segment ids
-    mask = _mask(all_queries, all_keys, *limits(causal, window))
+    mask = _mask((all_queries, all_keys), limits(causal, window))
     q_NSD = _padded(q_BHSD, all_queries, one_BS)
     k_NTD = _padded(without_padding(k_BHTD, lengths_B), all_keys, hidden_BT)
     v_NTD = _padded(without_padding(v_BHTD, lengths_B), all_keys)

@@ -64,10 +64,8 @@ def attention(
     if lengths_B is None:
         lengths_B = jnp.full((batch,), keys, jnp.int32)
     # Tokens come before heads, as in projections: XLA cancels these transposes against the caller's.
-    q, k, v = (
-        _heads_side_by_side(x, head_size, n)
-        for x, n in ((q_BHSD, queries), (k_BHTD, rounded_up(keys, TAIL)), (v_BHTD, rounded_up(keys, TAIL)))
-    )
+    q = _heads_side_by_side(q_BHSD, head_size, queries)
+    k, v = (_heads_side_by_side(x, head_size, rounded_up(keys, TAIL)) for x in (k_BHTD, v_BHTD))
     arrays = Keys(k, jnp.swapaxes(v, 1, 2)[:, None], lengths_B)
     out = side_by_side(q, [arrays], heads=heads, head_size=head_size, settings=settings)
     return jnp.swapaxes(out.reshape(batch, queries, all_heads, head_size)[..., :size], 1, 2)

@@ -102,14 +102,11 @@ class Chunks:
         source = self.k_hbm.at[self.sample, tokens, self.features]
         return pltpu.make_async_copy(source, refs.keys.at[slot], refs.chunk_done.at[0, slot])
 
-    def start_values(self, first: Any, columns: range, slot: Any) -> None:
-        """Starts to copy values of a chunk into a slot: `columns` of 128 keys each, counted from column `first`."""
-        self._start_columns(first, columns, self.refs.values.at[slot], self.refs.chunk_done.at[1, slot])
+    def values_at(self, slot: Any) -> tuple[Any, Any]:
+        """Returns a slot's memory for values, and the semaphore of the copies into it."""
+        return self.refs.values.at[slot], self.refs.chunk_done.at[1, slot]
 
-    def wait_for_values(self, slot: Any) -> None:
-        _wait_for_all(self.refs.values.at[slot], self.refs.chunk_done.at[1, slot])
-
-    def _start_columns(self, first: Any, columns: range, target: Any, done: Any) -> None:
+    def start_values(self, first: Any, columns: range, target: Any, done: Any) -> None:
         """Starts to copy values into `target` [n, W, 128]: column i of it has the 128 keys of column `first` + i."""
         _, parts, _, keys = self.v_hbm.shape
         for i in columns:
@@ -123,7 +120,7 @@ class Chunks:
     def fetch_first(self) -> None:
         """Starts to copy chunk 0."""
         self.keys(0, slot=0).start()
-        self.start_values(0, range(self.block // LANES), slot=0)
+        self.start_values(0, range(self.block // LANES), *self.values_at(0))
 
     def fetch_tail(self, start: Any) -> None:
         """Copies keys and values of the piece of the tail at key `start` from HBM, and waits for both copies."""
@@ -132,7 +129,7 @@ class Chunks:
         keys = pltpu.make_async_copy(source, refs.tail_keys, refs.tail_done.at[0])
         first, columns = lax.div(start, LANES), range(refs.tail_values.shape[0])
         keys.start()
-        self._start_columns(first, columns, refs.tail_values, refs.tail_done.at[1])
+        self.start_values(first, columns, refs.tail_values, refs.tail_done.at[1])
         keys.wait()
         _wait_for_all(refs.tail_values, refs.tail_done.at[1])
 
@@ -337,21 +334,21 @@ def _full_chunks(softmax: Softmax, chunks: Chunks, full: Any) -> None:
     def add_chunk(j: Any, _: None) -> None:
         """Adds the values of chunk j - 1 and computes the scores of chunk j, while the next chunk is copied."""
         chunks.keys(j, slot(j)).wait()
-        chunks.wait_for_values(slot(j - 1))
+        _wait_for_all(*chunks.values_at(slot(j - 1)))
         # The last iteration fetches its keys again rather than branch: the compiler does not schedule across a branch.
         chunks.keys(jnp.minimum(j + 1, last), slot(j + 1)).start()
         keys, values = refs.keys.at[slot(j)], refs.values.at[slot(j - 1)]
-        cells, count, target = plan.cells(), plan.tile.block_kv // LANES, slot(j)
+        cells, count, target = plan.cells(), plan.tile.block_kv // LANES, chunks.values_at(slot(j))
         first = j * count
         for cell, columns in zip(cells, _shares(count, len(cells)), strict=True):
-            chunks.start_values(first, columns, target)
+            chunks.start_values(first, columns, *target)
             softmax.add_values(values, cell)
             softmax.multiply_keys(keys[...], cell)
 
     lax.fori_loop(1, full, add_chunk, None)
     # The keys that the last iteration has fetched again.
     chunks.keys(last, slot(full)).wait()
-    chunks.wait_for_values(slot(last))
+    _wait_for_all(*chunks.values_at(slot(last)))
     _each_cell(plan, lambda cell: softmax.add_values(refs.values.at[slot(last)], cell))
 
 
@@ -371,7 +368,6 @@ def _tail(softmax: Softmax, chunks: Chunks, start: Any, length: Any) -> None:
     refs = softmax.refs
 
     def piece(i: Any, _: None) -> None:
-        """Adds the i-th piece of the tail."""
         first = start + i * TAIL
         chunks.fetch_tail(first)
         left = length - first
@@ -391,7 +387,6 @@ def _finish(softmax: Softmax) -> None:
     refs, plan = softmax.refs, softmax.plan
 
     def work(cells: Sequence[Cell]) -> None:
-        """Writes the outputs of some cells."""
         parts = []
         for head, start, count in cells:
             sums = refs.sums[head, :, pl.ds(start, count)].sum(0, keepdims=True)

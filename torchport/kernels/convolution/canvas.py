@@ -14,6 +14,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from torchport.kernels.attention.tiles import rounded_up
+from torchport.shard import ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +56,8 @@ NONE = Canvas(frames=1, height=1, width=1, lead=0, valid_height=1, valid_width=1
 _CANVAS: contextvars.ContextVar[Canvas] = contextvars.ContextVar("canvas", default=NONE)
 
 
-def current() -> Canvas:
-    """Returns the canvas of the video that is being decoded."""
-    return _CANVAS.get()
+current = _CANVAS.get
+"""Returns the canvas of the video that is being decoded."""
 
 
 @contextlib.contextmanager
@@ -90,26 +90,22 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paire
         paired: Whether latent frames are decoded in pairs. Then padding is after the last frame; an odd number of
             frames also gets a frame of padding before them, so that each pair begins at an even frame.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes = {} if mesh.empty else {name: size for name, size in mesh.shape.items() if size > 1}
-    splits = []
-    for count in range(len(sizes) + 1):
-        for chosen in itertools.combinations(sizes, count):
-            others = tuple(name for name in sizes if name not in chosen)
-            splits.append((chosen, others))
+    sizes = {name: size for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1}
+    subsets = itertools.chain.from_iterable(itertools.combinations(sizes, n) for n in range(len(sizes) + 1))
+    splits = [(rows, tuple(name for name in sizes if name not in rows)) for rows in subsets]
     # Of two equally good splits `min` takes the first, which has more axes for columns.
     rows, columns = min(splits, key=lambda split: _positions(height, width, sizes, *split))
     lead = frames % 2 if paired else -frames % multiple  # unpaired, all padding comes first
     return Canvas(
         frames=rounded_up(frames + lead, multiple),
-        height=rounded_up(height, _ways(sizes, rows)),
-        width=rounded_up(width, _ways(sizes, columns)),
+        height=rounded_up(height, ways(rows, sizes)),
+        width=rounded_up(width, ways(columns, sizes)),
         lead=lead,
         valid_height=height,
         valid_width=width,
         rows=rows,
         columns=columns,
-        tail=rounded_up(frames + lead, multiple) - frames - lead,
+        tail=-(frames + lead) % multiple,
         single=not paired or frames % 2 == 1,
     )
 
@@ -120,12 +116,7 @@ def _positions(
     """Returns the positions that a device computes, with its neighbours' borders, under a split of rows and columns."""
     sides = []
     for size, axes in ((height, rows), (width, columns)):
-        ways = _ways(sizes, axes)
-        sides.append(-(-size // ways) + (2 if ways > 1 else 0))  # a border on each side
+        parts = ways(axes, sizes)
+        sides.append(-(-size // parts) + (2 if parts > 1 else 0))  # a border on each side
     # Split rows count for a tenth more: each convolution's input is then copied, to join it with its neighbours' rows.
-    return math.prod(sides) * (1.1 if _ways(sizes, rows) > 1 else 1.0)
-
-
-def _ways(sizes: Mapping[str, int], axes: tuple[str, ...]) -> int:
-    """Returns the number of parts into which some axes of a mesh split a dim."""
-    return math.prod(sizes[axis] for axis in axes)
+    return math.prod(sides) * (1.1 if ways(rows, sizes) > 1 else 1.0)

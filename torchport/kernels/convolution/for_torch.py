@@ -294,32 +294,25 @@ def _scan_chunks(layer: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> 
     batch, channels, frames, height, width = x_BCTHW.shape
     count = frames // size
 
-    def run(values: list[Any] | None, number: jax.Array, x: jax.Array) -> tuple[Any, list[Any]]:
-        """Applies the layer to one chunk, given the carries from the chunk before; returns its result and carries."""
+    def in_torch(values: list[Any] | None, number: Any, x: Any) -> tuple[list[Any], Any]:
+        """Applies the layer to a chunk, given the carries from the chunk before; returns its carries and its result."""
+        tape = _Tape(values, number, count)
+        token = _TAPE.set(tape)
+        try:
+            out = layer(x)
+        finally:
+            _TAPE.reset(token)
+        return tape.left, out
 
-        def in_torch(values: list[Any] | None, number: Any, x: Any) -> tuple[Any, list[Any]]:
-            """Does the same with torchax tensors, under a tape for the layer's convolutions."""
-            tape = _Tape(values, number, count)
-            token = _TAPE.set(tape)
-            try:
-                out = layer(x)
-            finally:
-                _TAPE.reset(token)
-            return out, tape.left
-
-        outputs: tuple[Any, list[Any]] = engine.call_torch(in_torch, values, number, x)
+    def run(values: list[Any] | None, chunk: tuple[jax.Array, jax.Array]) -> tuple[list[Any], Any]:
+        outputs: tuple[list[Any], Any] = engine.call_torch(in_torch, values, *chunk)
         return outputs
 
     chunks = jnp.moveaxis(x_BCTHW.reshape(batch, channels, count, size, height, width), 2, 0)
     # The first chunk's carries need shapes; a trace without carries says which shapes the calls leave.
-    left = jax.eval_shape(functools.partial(run, None), jnp.int32(0), chunks[0])[1]
+    left, _ = jax.eval_shape(functools.partial(run, None), (jnp.int32(0), chunks[0]))
     start = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in left]
-
-    def body(values: list[Any], item: tuple[jax.Array, jax.Array]) -> tuple[list[Any], jax.Array]:
-        out, values = run(values, item[0], item[1])
-        return values, out
-
-    _, outs = lax.scan(body, start, (jnp.arange(count, dtype=jnp.int32), chunks))
+    _, outs = lax.scan(run, start, (jnp.arange(count, dtype=jnp.int32), chunks))
     joined = jnp.moveaxis(outs, 0, 2)
     return joined.reshape(*joined.shape[:2], -1, *joined.shape[4:])
 
@@ -359,39 +352,35 @@ def frame_attention(
 
 def _frame_attention(causal: bool, q_BCTHW: jax.Array, k_BCTHW: jax.Array, v_BCTHW: jax.Array) -> jax.Array:
     """Computes `frame_attention` in JAX, [B, C, T, H, W], on the current canvas; padding takes no part."""
-    form = canvas.current()
+    form, lead = canvas.current(), canvas.current().lead
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def local(q_BCTHW: jax.Array, k_BCTHW: jax.Array, v_BCTHW: jax.Array) -> jax.Array:
+        """Returns attention of a device's queries [B, C, T, h, w] to the keys of all devices."""
         for axes, dim in ((form.rows, 3), (form.columns, 4)):
-            k, v = (lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x for x in (k, v))
-        return _local_attention(form, causal, q, k, v)
+            k_BCTHW, v_BCTHW = (
+                lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x for x in (k_BCTHW, v_BCTHW)
+            )
+        batch, channels, frames, height, width = k_BCTHW.shape
+        rows, columns = form.valid_rows(height), form.valid_columns(width)
+        k_BCTS, v_BCTS = (x[..., :rows, :columns].reshape(batch, channels, frames, -1) for x in (k_BCTHW, v_BCTHW))
+        q = jnp.moveaxis(q_BCTHW.reshape(*q_BCTHW.shape[:3], -1), 2, 0)
+        k, v = (x.reshape(batch, channels, -1) for x in (k_BCTS, v_BCTS))
+        frame_of_key = jnp.repeat(jnp.arange(frames), rows * columns)
 
-    out: jax.Array = canvas.on_parts(local, (form.spec,) * 3, form.spec)(q_BCTHW, k_BCTHW, v_BCTHW)
-    return out
+        def attend(frame: tuple[jax.Array, jax.Array]) -> jax.Array:
+            number, queries = frame
+            # Frames of padding repeat the first frame: their queries see it, and their keys take no part.
+            seen = (frame_of_key >= lead) & (frame_of_key <= jnp.maximum(number, lead))
+            return _one_head(queries, k, v, seen)
 
+        if causal:
+            out = lax.map(attend, (jnp.arange(frames), q))
+        else:
+            out = lax.map(lambda item: _one_head(*item), (q, jnp.moveaxis(k_BCTS, 2, 0), jnp.moveaxis(v_BCTS, 2, 0)))
+        return jnp.moveaxis(out, 0, 2).reshape(q_BCTHW.shape)
 
-def _local_attention(
-    form: Canvas, causal: bool, q_BCTHW: jax.Array, k_BCTHW: jax.Array, v_BCTHW: jax.Array
-) -> jax.Array:
-    """Returns attention of a device's queries to all keys; all are [B, C, T, h, w]."""
-    batch, channels, frames, height, width = k_BCTHW.shape
-    rows, columns, lead = form.valid_rows(height), form.valid_columns(width), form.lead
-    k_BCTS, v_BCTS = (x[..., :rows, :columns].reshape(batch, channels, frames, -1) for x in (k_BCTHW, v_BCTHW))
-    q = jnp.moveaxis(q_BCTHW.reshape(*q_BCTHW.shape[:3], -1), 2, 0)
-    k, v = (x.reshape(batch, channels, -1) for x in (k_BCTS, v_BCTS))
-    frame_of_key = jnp.repeat(jnp.arange(frames), rows * columns)
-
-    def attend(frame: tuple[jax.Array, jax.Array]) -> jax.Array:
-        number, queries = frame
-        # Frames of padding repeat the first frame: their queries see it, and their keys take no part.
-        seen = (frame_of_key >= lead) & (frame_of_key <= jnp.maximum(number, lead))
-        return _one_head(queries, k, v, seen)
-
-    if causal:
-        out = lax.map(attend, (jnp.arange(frames), q))
-    else:
-        out = lax.map(lambda item: _one_head(*item), (q, jnp.moveaxis(k_BCTS, 2, 0), jnp.moveaxis(v_BCTS, 2, 0)))
-    return jnp.moveaxis(out, 0, 2).reshape(q_BCTHW.shape)
+    whole: jax.Array = canvas.on_parts(local, (form.spec,) * 3, form.spec)(q_BCTHW, k_BCTHW, v_BCTHW)
+    return whole
 
 
 def _one_head(q_BCS: jax.Array, k_BCT: jax.Array, v_BCT: jax.Array, seen_T: jax.Array | None = None) -> jax.Array:

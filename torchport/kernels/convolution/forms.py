@@ -50,17 +50,13 @@ def convolved(
             carry that the chunk before returned, [B, 2, H, W, D].
     """
     form = canvas.current()
-    spec = form.spec
-    given = {name: jnp.asarray(value) for name, value in operands.items() if value is not None}
+    spec, whole = form.spec, PartitionSpec()
     carry_spec = PartitionSpec(None, None, form.rows or None, form.columns or None)
-    whole = PartitionSpec()
-    specs = dict.fromkeys(("residual", "scale", "shift"), spec) | {"carry": carry_spec}
+    specs = {"residual": spec, "scale": spec, "shift": spec, "carry": carry_spec}
+    given = {name: jnp.asarray(value) for name, value in operands.items() if value is not None}
 
     def local(part: jax.Array, weight: jax.Array, bias: jax.Array | None, parts: dict[str, jax.Array]) -> Any:
         """Computes one device's part, sample by sample, with the borders of its neighbours."""
-        # One sample after the other: the kernel takes the frames of one video.
-        height = part.shape[3] * ways(form.rows)
-        width = part.shape[4] * ways(form.columns)
         fits = part.shape[2] % 8 == 0 and weight.shape[3:] == (3, 3)
         if request.zoom > 1:  # the kernel upsamples single frames alone, and repeats no residual
             is_wide = "residual" not in parts or parts["residual"].shape[4] == part.shape[4]
@@ -68,9 +64,8 @@ def convolved(
         takes_kernel = uses_kernel() and fits and part.dtype in (jnp.float32, jnp.bfloat16)
         convolve = _by_kernel if takes_kernel else by_xla.convolved
         outs, carries = [], []
-        for n in range(part.shape[0]):
-            x = part[n].transpose(2, 3, 1, 0)
-            x, sides = _with_neighbours(form, x, form.valid_rows(height), form.valid_columns(width), request.edges)
+        for n in range(part.shape[0]):  # the kernel takes the frames of one video
+            x, sides = _with_neighbours(form, part[n].transpose(2, 3, 1, 0), request.edges)
             of_sample = _operands_of(form, n, Operands(**parts))
             out, kept = convolve(request, bool(form.rows), x, sides, weight, bias, of_sample)
             outs.append(out.transpose(3, 2, 0, 1))
@@ -94,9 +89,8 @@ def _operands_of(form: Canvas, number: int, operands: Operands) -> Operands:
 
 def _scaling(form: Canvas, scale_CTHW: jax.Array) -> jax.Array:
     """Returns a device's part of a scale or shift, [H, W + 2, T, C], with neighbours' borders; 0 outside the video."""
-    height, width = (scale_CTHW.shape[n] * ways(axes) for n, axes in ((2, form.rows), (3, form.columns)))
     x = scale_CTHW.astype(jnp.float32).transpose(2, 3, 1, 0)
-    x, (left, right) = _with_neighbours(form, x, form.valid_rows(height), form.valid_columns(width), edges=False)
+    x, (left, right) = _with_neighbours(form, x, edges=False)
     return jnp.concatenate([left, x, right], axis=1)
 
 
@@ -105,33 +99,36 @@ def ways(axes: tuple[str, ...]) -> int:
     return int(lax.axis_size(axes)) if axes else 1
 
 
-def _with_neighbours(
-    form: Canvas, x: jax.Array, valid_rows: int, valid_columns: int, edges: bool
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _with_neighbours(form: Canvas, x: jax.Array, edges: bool) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns a device's part [H, W, T, C], with a row more at each end if rows are split; and the columns beside."""
     if form.rows:
-        x, (above, below) = _with_slices_beside(
-            x, 0, form.rows, valid_rows, padded=form.height != form.valid_height, edges=edges
-        )
+        valid_rows = form.valid_rows(x.shape[0] * ways(form.rows))
+        x, (above, below) = _with_slices_beside(x, 0, form.rows, valid_rows, edges)
         x = jnp.concatenate([above, x, below])
-    return _with_slices_beside(x, 1, form.columns, valid_columns, padded=form.width != form.valid_width, edges=edges)
+    valid_columns = form.valid_columns(x.shape[1] * ways(form.columns))
+    return _with_slices_beside(x, 1, form.columns, valid_columns, edges)
 
 
 def _with_slices_beside(
-    x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, padded: bool, edges: bool
+    x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns a device's part with its padding replaced, and the slices before and after it along a dim.
 
+    A device without a valid slice may get any values: only its neighbour with the last valid slice reads from it, and
+    drops the values.
+
     Args:
         valid: How many slices of the whole video are no padding.
-        padded: Whether some slices are padding.
         edges: Whether padding and slices beyond the video become the nearest valid slice; otherwise 0.
     """
-    if not padded:
-        return x, slices_beside(x, dim, axes, edges)
-    x = padding_replaced(x, dim, axes, valid, edges)
-    before, after = slices_beside(x, dim, axes, edges)
     size = x.shape[dim]
+    if valid == size * ways(axes):
+        return x, slices_beside(x, dim, axes, edges)
+    count = valid_from_here(size, axes, valid)
+    index = lax.broadcasted_iota(jnp.int32, [size if n == dim else 1 for n in range(x.ndim)], dim)
+    last = lax.dynamic_slice_in_dim(x, jnp.clip(count - 1, 0, size - 1), 1, dim)
+    x = jnp.where(index < count, x, last if edges else jnp.zeros_like(last))
+    before, after = slices_beside(x, dim, axes, edges)
     last = lax.index_in_dim(x, size - 1, dim)
     # After the last valid slice comes the video's padding, not the neighbour's part, which is all padding.
     is_end = valid_from_here(size, axes, valid) <= size
@@ -149,7 +146,6 @@ def _by_kernel(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `by_xla.convolved` by the kernel, in several calls if a row of frames would not fit vector memory."""
     conv, count = _sizes_and_calls(request, rows, x, weight, operands)
-    height, width = conv.height, conv.width
     context = dispatch.current()
     if context.note is not None:
         loops, size = kernel.trips(conv), kernel.moved(conv)
@@ -157,8 +153,7 @@ def _by_kernel(
     weights = kernel.weights_of(weight, conv)
     bias = jnp.zeros(weight.shape[0], jnp.float32) if bias is None else bias
     run = functools.partial(kernel.convolved, conv, interpret=context.interpret)
-    empty = jnp.zeros((2, height, width, weight.shape[0]), jnp.float32)
-    lead = operands.lead
+    empty = jnp.zeros((2, conv.height, conv.width, weight.shape[0]), jnp.float32)
     carry = empty if operands.carry is None else operands.carry
     is_first = jnp.asarray(operands.carry is None if operands.first is None else operands.first).reshape(1)
     if count == 1:
@@ -172,7 +167,7 @@ def _by_kernel(
     def call(kept: jax.Array, item: Any) -> tuple[jax.Array, jax.Array]:
         """Calls the kernel on some frames, with the carry of the frames before them; returns carry and output."""
         number, x, sides, arrays = item
-        left = None if lead is None else lead - number * conv.frames
+        left = None if operands.lead is None else operands.lead - number * conv.frames
         options = Operands(**arrays, gains=operands.gains, carry=kept, first=is_first & (number == 0), lead=left)
         out, after = run(x, sides, weights, bias, options)
         return (kept if after is None else after), out
@@ -188,9 +183,9 @@ def _sizes_and_calls(
     """Returns the sizes of a call of the kernel, and the number of calls; with `rows`, x has its neighbours' rows."""
     frames = x.shape[2]
     count = next(n for n in range(1, frames + 1) if frames % n == 0 and frames // n <= MOST_FRAMES)
-    width = x.shape[1]
+    height, width = x.shape[0] - 2 * rows, x.shape[1]
     conv = kernel.Conv(
-        height=x.shape[0] - 2 * rows,
+        height=height,
         width=width,
         frames=frames // count,
         inputs=x.shape[3],
@@ -200,7 +195,7 @@ def _sizes_and_calls(
         edges=request.edges,
         rows=rows,
         normal=operands.gains is not None,
-        residual=0 if operands.residual is None else operands.residual.shape[0] // (x.shape[0] - 2 * rows),
+        residual=0 if operands.residual is None else operands.residual.shape[0] // height,
         carried=(request.chunked or count > 1) and weight.shape[2] == 3,
         led=operands.lead is not None,
         dtype=x.dtype.name,
@@ -227,21 +222,6 @@ def slices_beside(x: jax.Array, dim: int, axes: tuple[str, ...], edges: bool) ->
     left = lax.ppermute(last, axes, [(n, n + 1) for n in range(count - 1)])
     right = lax.ppermute(first, axes, [(n + 1, n) for n in range(count - 1)])
     return jnp.where(number == 0, before, left), jnp.where(number == count - 1, after, right)
-
-
-def padding_replaced(x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, edges: bool) -> jax.Array:
-    """Returns a device's part with the last valid slice, or 0 without `edges`, in place of padding after it.
-
-    A device without a valid slice may get any values: only its neighbour with the last valid slice reads from it, and
-    drops the values (`_with_slices_beside`).
-    """
-    size = x.shape[dim]
-    count = valid_from_here(size, axes, valid)
-    shape = [1] * x.ndim
-    shape[dim] = size
-    index = lax.broadcasted_iota(jnp.int32, shape, dim)
-    last = lax.dynamic_slice_in_dim(x, jnp.clip(count - 1, 0, size - 1), 1, dim)
-    return jnp.where(index < count, x, last if edges else jnp.zeros_like(last))
 
 
 def valid_from_here(size: int, axes: tuple[str, ...], valid: int) -> jax.Array:

@@ -137,9 +137,7 @@ class Conv:
     @property
     def products(self) -> list[tuple[int, int]]:
         """Pairs (part of the input, part of the weights) that are multiplied, the smallest products first."""
-        pairs = []
-        for a in range(self.parts):
-            pairs += [(a, b) for b in range(self.weight_parts - a)]
+        pairs = [(a, b) for a in range(self.parts) for b in range(self.weight_parts - a)]
         return sorted(pairs, key=lambda pair: -sum(pair))
 
     @property
@@ -222,7 +220,6 @@ def convolved(
         sides: The columns before and after x, of as many rows, [H, 1, T, C].
         weights: From `weights_of`.
         operands: The arrays for which `conv` has an option. In the first chunk `carry` is replaced, by `conv.still`.
-        interpret: Run the kernel as plain JAX.
 
     Returns:
         [zoom * H, zoom * W, T, D] of x's dtype; and [2, H, W, D] float32, or None without chunks.
@@ -230,16 +227,11 @@ def convolved(
     first = 1 if operands.first is None else operands.first
     lead = 0 if operands.lead is None else operands.lead
     numbers = [jnp.asarray(number).reshape(1).astype(jnp.int32) for number in (first, lead)]
-    arrays: list[Any] = [x, *sides, *weights, _row(bias, conv.blocks * conv.block)]
-    if conv.normal:
-        arrays += [_row(operands.gains, conv.channels)]
-    if conv.residual:
-        arrays.append(operands.residual)
-    if conv.scaled:
-        arrays += [operands.scale, operands.shift]
-    if conv.carried:
-        arrays.append(operands.carry)
-    out_specs, out_shapes = _outputs(conv)
+    arrays = {"x": x, "left": sides[0], "right": sides[1], "bias": _row(bias, conv.blocks * conv.block)}
+    arrays |= {f"weight{n}": weight for n, weight in enumerate(weights)} | vars(operands)
+    if operands.gains is not None:
+        arrays["gains"] = _row(operands.gains, conv.channels)
+    in_specs, (out_specs, out_shapes) = _inputs(conv), _outputs(conv)
     ring = (3, conv.width + 2, conv.frames, conv.channels)
     rings = [pltpu.VMEM(ring, jnp.bfloat16)] * conv.parts if conv.split else [pltpu.VMEM(ring, jnp.float32)]
     # Slabs of 128 columns: rows cannot be read with a stride from a wider array.
@@ -249,7 +241,7 @@ def convolved(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(conv.phases * conv.blocks, conv.height + 2),
-            in_specs=_inputs(conv),
+            in_specs=list(in_specs.values()),
             out_specs=out_specs,
             scratch_shapes=[pltpu.VMEM(slabs, jnp.float32), *rings],
         ),
@@ -257,59 +249,52 @@ def convolved(
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM),
         interpret=interpret,
         name=conv.name,
-    )(*numbers, *arrays)
+    )(*numbers, *(arrays[name] for name in in_specs))
     out = outputs[0].reshape(conv.zoom * conv.height, conv.zoom * conv.width, conv.frames, conv.outputs)
     return out, outputs[1] if conv.carried else None
 
 
-def _row(vector: jax.Array | None, size: int) -> jax.Array:
+def _row(vector: jax.Array, size: int) -> jax.Array:
     """Returns a vector as a float32 row [1, size], padded with zeros."""
-    assert vector is not None
     return jnp.pad(vector.astype(jnp.float32), (0, size - vector.shape[0]))[None]
 
 
-def _inputs(conv: Conv) -> list[pl.BlockSpec]:
-    """Returns the block specs of the operands for a grid of (n: phase and block of channels out, s: row).
+def _inputs(conv: Conv) -> dict[str, pl.BlockSpec]:
+    """Returns the operands' block specs by name, in order, for a grid of (n: phase and block of channels out, s: row).
 
     Step s takes row s - 1 of the input, as row -1 is padding, and writes row s - 2 of the output.
     """
 
-    def row(times: int) -> Callable[..., tuple[Any, ...]]:
-        """Returns the index map of an array with a row for each `times` rows of the input."""
+    def line(width: int, times: int) -> pl.BlockSpec:
+        """Returns the block spec of an array with a row for each `times` rows of the input."""
 
-        def here(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
+        def row(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
             # With `conv.rows`, the array begins with row -1.
             inside = jnp.clip(s - 1, 0, conv.height - 1) // times
             return ((s - 1 + times) // times if conv.rows else inside, 0, 0, 0)
 
-        return here
+        return pl.BlockSpec((1, width, conv.frames, conv.inputs), row)
 
     def of_residual(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
         row = jnp.maximum(s - 2, 0)
         return (row if conv.residual == 1 else 2 * row + n // conv.blocks // 2, 0, 0, n % conv.blocks)
 
-    def line(width: int, times: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, width, conv.frames, conv.inputs), row(times))
-
     block = min(conv.block, conv.outputs)
-    kept = pl.Buffered(1)
     taps = (1, conv.side**2 * conv.depth, conv.sums)
-    weights = pl.BlockSpec(taps, lambda n, s, *numbers: (n, 0, 0), pipeline_mode=kept)
-    specs = [line(conv.width, times=1), *[line(1, times=1)] * 2, *[weights] * conv.weight_parts]
-    specs.append(pl.BlockSpec((1, conv.block), lambda n, s, *numbers: (0, n % conv.blocks)))
+    weights = pl.BlockSpec(taps, lambda n, s, *numbers: (n, 0, 0), pipeline_mode=pl.Buffered(1))
+    specs = {"x": line(conv.width, times=1), "left": line(1, times=1), "right": line(1, times=1)}
+    specs |= {f"weight{n}": weights for n in range(conv.weight_parts)}
+    specs["bias"] = pl.BlockSpec((1, conv.block), lambda n, s, *numbers: (0, n % conv.blocks))
     if conv.normal:
-        specs += [pl.BlockSpec((1, conv.channels), lambda n, s, *numbers: (0, 0))]
+        specs["gains"] = pl.BlockSpec((1, conv.channels), lambda n, s, *numbers: (0, 0))
     if conv.residual:
-        specs += [pl.BlockSpec((1, conv.width, conv.frames, block), of_residual)]
+        specs["residual"] = pl.BlockSpec((1, conv.width, conv.frames, block), of_residual)
     if conv.scaled:
-        specs += [line(conv.width // conv.scaled + 2, conv.scaled)] * 2
-    return specs + ([_carry_block(conv)] if conv.carried else [])
-
-
-def _carry_block(conv: Conv) -> pl.BlockSpec:
-    """Returns the block spec of the carry, [2, H, W, D]: a grid step has a row, and a block of channels out."""
-    block = min(conv.block, conv.outputs)
-    return pl.BlockSpec((2, 1, conv.width, block), lambda n, s, *numbers: (0, jnp.maximum(s - 2, 0), 0, n))
+        specs["scale"] = specs["shift"] = line(conv.width // conv.scaled + 2, conv.scaled)
+    if conv.carried:
+        size = (2, 1, conv.width, block)
+        specs["carry"] = pl.BlockSpec(size, lambda n, s, *numbers: (0, jnp.maximum(s - 2, 0), 0, n))
+    return specs
 
 
 def _outputs(conv: Conv) -> tuple[list[pl.BlockSpec], list[jax.ShapeDtypeStruct]]:
@@ -328,19 +313,16 @@ def _outputs(conv: Conv) -> tuple[list[pl.BlockSpec], list[jax.ShapeDtypeStruct]
         sizes = (conv.height, 2, conv.width, 2)
     shapes = [jax.ShapeDtypeStruct((*sizes, conv.frames, conv.outputs), conv.dtype)]
     if conv.carried:
-        specs.append(_carry_block(conv))
+        specs.append(_inputs(conv)["carry"])
         shapes.append(jax.ShapeDtypeStruct((2, conv.height, conv.width, conv.outputs), jnp.float32))
     return specs, shapes
 
 
 def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
     """Takes a row of the input into the ring of three rows, and makes a row of the output from the ring. `refs` are
-    references to operands, outputs, sums and rings; `names` below has their order.
+    references to operands, outputs, sums and rings.
     """
-    names = ["x", "left", "right", *[f"weight{n}" for n in range(conv.weight_parts)], "bias"]
-    flags = (("gains", conv.normal), ("residual", bool(conv.residual)), ("scale", conv.scaled), ("shift", conv.scaled))
-    more = (("carry", conv.carried), ("out", True), ("next", conv.carried), ("sums", True))
-    names += [name for name, on in (*flags, *more) if on]
+    names = [*_inputs(conv), *(["out", "next"] if conv.carried else ["out"]), "sums"]
     step = _GridStep(
         conv,
         dict(zip(names, refs, strict=False)),
@@ -420,16 +402,13 @@ class _GridStep:
         if self.conv.columns % 8 == 0 or not self.conv.carried:
             jax.lax.fori_loop(0, count, self._make_columns, 0)
         else:
-            # The carry's columns are sublanes, 8 to a register. A loop's number may cut them at multiples of 8 alone,
-            # and a number that is known when the kernel is compiled anywhere.
+            # The carry's columns are sublanes, 8 to a register. The number of a loop cuts them only at multiples of 8.
             for number in range(count):
                 self._make_columns(number, 0)
 
     def _make_columns(self, number: Any, _: Any) -> Any:
         """Computes and writes the output for the columns of product `number`; the loop's carry, 0, is not used."""
         start, sums, side = number * self.conv.columns, self.ref["sums"], self.conv.side
-        if self.conv.deep:
-            sums[...] = jnp.zeros_like(sums)
 
         def add(row: Any, _: Any) -> Any:
             product = self._product(start, row, side)
@@ -438,6 +417,7 @@ class _GridStep:
             return 0
 
         if self.conv.deep:
+            sums[...] = jnp.zeros_like(sums)
             jax.lax.fori_loop(0, side, add, 0)
         else:
             product = self._product(start, group=0, count=side**2)
