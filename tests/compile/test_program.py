@@ -10,6 +10,7 @@ from fakes.networks import Halves
 from jax.sharding import PartitionSpec
 
 from torchport import compile, engine, patch, shard
+from torchport.config import xla_flags
 from torchport.config.card import Stack
 from torchport.config.strategy import Rule, WeightRule
 from torchport.errors import DeadRuleError, MeshError, NotCalledError, StaleTraceError, UnmatchedError
@@ -75,6 +76,12 @@ def test_one_program_is_made_for_each_set_of_shapes_and_static_arguments(program
     program(x=torch.randn(2, 8), scale=2.0)
     program(x=torch.randn(2, 8), scale=2.0)
     assert len(program.programs) == 3
+
+
+def test_the_compilers_options_reach_the_compiler(program, monkeypatch):
+    monkeypatch.setattr(xla_flags, "compiler_options", lambda chip, written: {"xla_no_such_flag": "1"})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_flag"):
+        program(x=torch.randn(2, 8))
 
 
 def test_inputs_that_were_placed_once_are_passed_as_they_are(program, module):

@@ -66,6 +66,7 @@ def test_a_page_is_well_formed_and_fetches_nothing():
 def test_the_numbers_of_a_page_are_the_plans():
     text = Page(plan_report.page_of(plan(), "torchport plan --model m")).text
     for shown in (
+        "dp=2 x sp=4",
         "4.75 s",
         "2.5 s",
         "55.5 ms",

@@ -79,7 +79,8 @@ def _versions() -> list[Diagnosis]:
     except importlib.metadata.PackageNotFoundError:
         return [Diagnosis("note", "torchport", "it runs from a checkout that is not installed: pip install -e .")]
     for requirement in map(Requirement, requirements):
-        name, wanted = requirement.name, requirement.specifier
+        name = requirement.name
+        wanted = requirement.specifier
         if requirement.marker is not None or name not in installed:  # a marker: for some platforms, or for an extra
             continue
         version = installed[name]

@@ -92,7 +92,8 @@ def section(key: str) -> str:
         return scan_section(key.upper())
     kind = errors.KINDS.get(key.upper())
     if kind is None:
-        place, fact = f"torchport explain {key}", f"There is no id {key}"
+        place = f"torchport explain {key}"
+        fact = f"There is no id {key}"
         raise errors.UnknownNameError(place, fact, _nearest(key.upper(), list(errors.KINDS)), name=key)
     parts = [f"{kind.id} {kind.__name__}", inspect.getdoc(kind) or "", *_group(kind), *_example(kind.id)]
     return "\n\n".join(parts)

@@ -163,11 +163,14 @@ def as_sarif(report: Report) -> str:
 def _rule(id: str) -> dict[str, Any]:
     """Returns the SARIF rule of an id: of a finding of scan its section in `explain`, else its class's docstring."""
     if id in RULES:
-        name, title, page = RULES[id].kind, RULES[id].title, scan_section(id)
+        name = RULES[id].kind
+        title = RULES[id].title
+        page = scan_section(id)
     else:
         kind = errors.KINDS[id]
         page = inspect.getdoc(kind) or ""
-        name, title = kind.__name__, page.partition("\n")[0]
+        name = kind.__name__
+        title = page.partition("\n")[0]
     return {
         "id": id,
         "name": name,

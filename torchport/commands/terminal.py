@@ -77,7 +77,8 @@ group: Callable[[str], Callable[[Callable[..., None]], click.Group]] = functools
 
 def _check_value(option: click.Parameter, value: str) -> None:
     """Raises if no command could use a value of a flag or path argument: not Unicode, empty, or no possible path."""
-    is_flag, kind = isinstance(option, click.Option), option.metavar or ""
+    is_flag = isinstance(option, click.Option)
+    kind = option.metavar or ""
     name = max(option.opts, key=len) if is_flag else option.human_readable_name
     try:
         value.encode("utf-8")

@@ -373,7 +373,9 @@ def _absent_package(failure: Failure) -> Cure:
         return fact, f"Add {failure.frame.module} to 'importers' of '{stub.id}' in {stub.place}", None
     if failure.frame.owner in EDITED:
         return fact, failure.remedy(f"Install {package}, or leave the import out", None), None
-    why, frame, module = f"Imports {package}, which is not installed.", failure.frame, failure.frame.module
+    why = f"Imports {package}, which is not installed."
+    frame = failure.frame
+    module = failure.frame.module
     tree = parsing.tree("".join(linecache.getlines(frame.file)), frame.file)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     # A call such as `import_module("x")` gets a rewrite: a stub serves `import` statements alone.

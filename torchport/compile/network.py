@@ -368,7 +368,9 @@ def compiled(
         stacks = cached_steps.stacks(cache, stacks)
         call = cached_steps.with_cache(call, cache, name, rules.place("stacks"))
         # The tensors for later steps are a second output. It stays on the devices, where the compiler puts it.
-        outputs, keeps, free = ("output", cached_steps.KEPT), (cached_steps.KEPT,), frozenset([cached_steps.KEPT])
+        outputs = ("output", cached_steps.KEPT)
+        keeps = (cached_steps.KEPT,)
+        free = frozenset([cached_steps.KEPT])
     rule_of, strict = weight_rules(task, stage, module), task.request.execution.strict
     network = _network_of(
         module, rules, rule_of, stacks=stacks, how=call, outputs=outputs, keeps=keeps, free=free, strict=strict

@@ -208,7 +208,8 @@ class Stacked(torch.nn.Module):
             if graph.changes(call.photo):
                 block = f"'{self.name}.{self.first + number}'"
                 raise self._error(f"The network writes to an argument of {block} after that call")
-        before_blocks, written = calls[0].carry, set[int]()
+        before_blocks = calls[0].carry
+        written = set[int]()
         # One scan runs the blocks whose calls are alike.
         starts = [0, *(number for number in range(1, len(calls)) if not calls[number].is_alike(calls[number - 1]))]
 

@@ -206,7 +206,8 @@ class Pack:
         document = self.read(file)
         for override in overrides:
             document = overridden(document, override)
-        job, owner = validated(Job, document), self._owner(file)
+        job = validated(Job, document)
+        owner = self._owner(file)
         if job.overrides and owner is not None:
             owner._check_overridden(str(file.absolute().relative_to(owner.root)), document)
         return job, document

@@ -453,7 +453,8 @@ class Dispatch:
             return args
         position = int(_name(function) == "copy_")  # `copy_(target, source)`, but `_to_copy(source)`
         with _plain():
-            source, shadow = args[position], args[position]._shadow
+            source = args[position]
+            shadow = args[position]._shadow
             whole = self._with_shadow(function, source, shadow.long()) if shadow.is_floating_point() else source
         return *args[:position], whole, *args[position + 1 :]
 
@@ -675,7 +676,8 @@ class Dispatch:
 
     def _call_inplace_view(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operator as `unsqueeze_`, which makes its tensor another view of its memory; refuses new memory."""
-        tensor, not_in_place = args[0], functional(function)
+        tensor = args[0]
+        not_in_place = functional(function)
         if not_in_place is None:
             raise self.not_found(f"Operator with name {function.name()} has no lowering")
         memory = self._memory(tensor)
@@ -691,7 +693,8 @@ class Dispatch:
 
     def _rebind(self, tensor: Any, new: Any) -> None:
         """Gives a tensor the memory and the values of another one."""
-        before, memory = self._memory(tensor), self._memory(new)
+        before = self._memory(tensor)
+        memory = self._memory(new)
         before.tensors = [(ref, path) for ref, path in before.tensors if ref() is not tensor]
         tensor._array, tensor._shadow = new.__dict__.get("_array"), new._shadow
         tensor._memory, tensor._path = memory, new._path

@@ -117,7 +117,8 @@ def _is_private(group: int) -> bool:
     import pwd
 
     try:
-        user, row = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        user = pwd.getpwuid(os.geteuid())
+        row = grp.getgrgid(group)
     except KeyError:
         return False  # unknown to this system, as in a container
     return row.gr_name == user.pw_name and row.gr_gid == user.pw_gid and set(row.gr_mem) <= {user.pw_name}

@@ -68,5 +68,11 @@ def rendered(template: Path, **values: Any) -> str:
 
     loader = jinja2.FileSystemLoader([template.parent, Path(__file__).parent])
     autoescape = template.suffix == ".html"
-    environment = jinja2.Environment(loader=loader, autoescape=autoescape, trim_blocks=True, keep_trailing_newline=True)
+    environment = jinja2.Environment(
+        loader=loader,
+        undefined=jinja2.StrictUndefined,  # a name that no value has is an error, not an empty text
+        autoescape=autoescape,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
     return environment.get_template(template.name).render(**values)

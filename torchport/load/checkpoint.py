@@ -19,7 +19,8 @@ from torchport.files.folder import expand_home
 from torchport.load.foreign import brief
 from torchport.progress import log
 
-WHOLE, AGAIN = "Download the checkpoint again, whole", "Download the file again"
+WHOLE = "Download the checkpoint again, whole"
+AGAIN = "Download the file again"
 ONE_SET = "Keep one set of weights in this folder"
 """Remedies for a missing file, for a broken file, and for a file too many."""
 
@@ -33,7 +34,8 @@ The eight-bit floats are not among them: they need scales, and no card has scale
 LARGEST_JSON, LARGEST_HEADER = 2**28, 10**8
 """Bytes read of a JSON file and of a header, at most: ten times the largest vocabulary; safetensors' own limit."""
 
-_ROOT, _INDEX = PurePosixPath("."), ".safetensors.index.json"
+_ROOT = PurePosixPath(".")
+_INDEX = ".safetensors.index.json"
 _CONFIGURATIONS = ("model_index.json", "modular_model_index.json", "*/config.json", "*/scheduler_config.json")
 
 CODES = {name: code for code, name in FLOATS.items()} | {

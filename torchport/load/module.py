@@ -185,7 +185,9 @@ def from_arguments(maker: Maker, config: Mapping[str, Any], place: str) -> torch
     """Returns a module that a class's constructor or a card's function makes; refuses a module of another class."""
     function: Callable[..., torch.nn.Module]
     if isinstance(maker, Builder):
-        function, cls, name = maker.function, class_of(maker.class_path), maker.reference
+        function = maker.function
+        cls = class_of(maker.class_path)
+        name = maker.reference
     else:
         function = cls = class_of(maker)
         name = cls.__name__

@@ -109,7 +109,8 @@ def start(**arguments: Any) -> None:
 
 def _report(session: Session) -> None:
     """Prints the errors of a script's patches after its end, and undoes the patches; the exit code stays as it is."""
-    errors, unused = unreached(), session.error_if_unused()
+    errors = unreached()
+    unused = session.error_if_unused()
     # Python sets `sys.last_value` when an exception ends the script, perhaps before its imports.
     is_failed = hasattr(sys, "last_value")
     words = sys.orig_argv[2:]  # without `python script.py`, or `python -m`

@@ -114,7 +114,8 @@ def _audits_of(record: Record) -> list[_Audit]:
     change = record.change
     if not isinstance(change, Placed) or not change.has_holders or not change.slot.in_holder:
         return []
-    original, entry = function_in(change.slot.raw), record.entry
+    original = function_in(change.slot.raw)
+    entry = record.entry
     home = getattr(original, "__module__", None)
     statement = statement_of(entry)
     # Of a name that its module imports, that name alone is changed.
@@ -271,7 +272,8 @@ def line_of(module: str, name: str | None, original: str) -> str | None:
 def importer(module: str) -> str | None:
     """Returns `file:line` of a statement that imports a module, the running program's first."""
     parent, _, leaf = module.rpartition(".")
-    dotted, package = re.escape(module), re.escape(parent)
+    dotted = re.escape(module)
+    package = re.escape(parent)
     absolute = rf"^\s*(?:import {dotted}\b|from {dotted} |from {package} import\b)"
     for name in ("__main__", *reversed(list(sys.modules))):
         # Only modules whose text has a match are parsed. In the same package the import may be relative.

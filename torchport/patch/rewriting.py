@@ -37,7 +37,8 @@ from torchport.source.bindings import (
 )
 
 _HOLE = re.compile(r"\$(\.\.\.)?([A-Za-z_][A-Za-z0-9_]*)")
-_SINGLE, _MANY = "_torchport_hole_one_", "_torchport_hole_many_"
+_SINGLE = "_torchport_hole_one_"
+_MANY = "_torchport_hole_many_"
 """What takes the place of `$` and of `$...` before the name of a hole, so that Python can parse the pattern."""
 
 
@@ -322,10 +323,12 @@ def _check_visible(entry: Entry, function: Function, run: Run, parameters: Seque
 def _replace(lines: list[bytes], run: Run, statement: str) -> None:
     """Puts a statement on a run's first line, with the text after the run, and leaves its other lines blank."""
     first, last = run.statements[0], run.statements[-1]
-    start, end = first_line(first) - 1, (last.end_lineno or last.lineno) - 1
+    start = first_line(first) - 1
+    end = (last.end_lineno or last.lineno) - 1
     has_decorator = start < first.lineno - 1
     column = len(lines[start]) - len(lines[start].lstrip()) if has_decorator else first.col_offset
-    head, tail = lines[start][:column], lines[end][last.end_col_offset :]
+    head = lines[start][:column]
+    tail = lines[end][last.end_col_offset :]
     # An `elif` is an `if` that stands alone in the outer one's else, and is written without that word.
     word = b"else: " if lines[start][column:].startswith(b"elif") else b""
     lines[start] = head + word + statement.encode() + tail

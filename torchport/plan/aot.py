@@ -265,7 +265,8 @@ def _program(
 ) -> tuple[CompiledProgram, Any]:
     """Compiles for one set of shapes; returns the program, and its outputs as shapes, or None if it does not fit."""
     # Programs compiled earlier have left files in the dump, and calls in `kernels`.
-    earlier_files, earlier_calls = set(dump.glob(SCHEDULED)), len(outline.kernels)
+    earlier_files = set(dump.glob(SCHEDULED))
+    earlier_calls = len(outline.kernels)
     start, lowered_at = time.monotonic(), None
     outline.program.operators = outline.program.network.operator_record()
     memory: DeviceBytes | Overflow
@@ -301,7 +302,8 @@ def _program(
 
 def _overflow(error: VmemError, traced: list[dispatch.Traced | dispatch.Pass]) -> Overflow:
     """Returns the kernel that takes too much VMEM, by the compiler's error or by the check of a tile."""
-    tile, kernel = getattr(error, "tile", None), error.place
+    tile = getattr(error, "tile", None)
+    kernel = error.place
     # An error with a tile was raised while the kernel was traced, so the last traced kernel has this tile.
     if tile is not None:
         call = traced[-1]

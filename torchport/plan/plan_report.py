@@ -117,7 +117,8 @@ def _step_lines(name: str, stage: StagePlan) -> list[str]:
 
 def _finding_line(finding: Overflow) -> str:
     where = "".join(f" {name}" for name in (finding.kernel, finding.tile) if name)
-    asked, limit = finding.asked_bytes, finding.limit_bytes
+    asked = finding.asked_bytes
+    limit = finding.limit_bytes
     sizes = "" if asked is None else f": {asked:,} bytes, limit {limit:,}"
     return f"{finding.what.upper()}{where}{sizes}. {finding.fact}"
 
@@ -151,6 +152,7 @@ def page_of(job: JobPlan, command: str) -> str:
     return page.rendered(
         TEMPLATE,
         plan=job,
+        mesh=mesh_text(job.mesh),
         stages=[_section(name, stage) for name, stage in job.stages.items()],
         clip=_clip_chart(job),
         versions=page.table("Versions", "package|version", sorted(job.versions.items())),
@@ -176,9 +178,11 @@ def _clip_chart(job: JobPlan) -> BarChart | None:
 def _section(name: str, stage: StagePlan | StageLeftOut) -> dict[str, Any]:
     """Returns the variables of the page's template for one stage: its texts, charts and tables."""
     if isinstance(stage, StageLeftOut):
-        return {"name": name, "status": stage.status.replace("_", " "), "why": stage.why}
+        nothing: dict[str, Any] = dict.fromkeys(("findings", "charts", "tables", "not_modelled"), ())
+        return {"name": name, "status": stage.status.replace("_", " "), "why": stage.why, **nothing}
     return {
         "name": name,
+        "why": "",
         "findings": [f"Does not fit: {_finding_line(item)}" for item in stage.findings],
         "charts": [*_time_charts(name, stage), _memory_chart(stage.per_device)],
         "tables": _tables(name, stage),
@@ -192,7 +196,8 @@ def _time_charts(name: str, stage: StagePlan) -> list[BarChart]:
     if step := stage.step.known:
         scope = "One step" if name in DENOISING else "The whole stage"
         # So that the parts add up to `model_s`, they are shown as the calibration makes them.
-        factor, other = step.factor, 1e3 * step.calibrated_other_s
+        factor = step.factor
+        other = 1e3 * step.calibrated_other_s
         moved = 1e3 * (step.model_s - step.attention_s) - other
         share = step.calibrated_other_s / (step.other_s or 1)
         largest = [operation.model_copy(update={"ms": operation.ms * share}) for operation in stage.largest]
@@ -255,7 +260,8 @@ def _tables(name: str, stage: StagePlan) -> list[PageTable]:
     """Returns the tables of a stage: programs, collectives and longest operations; `#` marks a column of numbers."""
     programs = []
     for program in stage.programs:
-        model, peak = program.step.model_s, program.per_device.peak_bytes
+        model = program.step.model_s
+        peak = program.per_device.peak_bytes
         programs.append((
             largest_shape(program.inputs),
             program.times,

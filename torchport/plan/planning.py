@@ -219,7 +219,8 @@ def _program_plan(task: Task, compiled: aot.CompiledProgram, folder: Path, denoi
     shared["dump"] = None if compiled.dump is None else f"{folder.name}/{compiled.dump}"
     if isinstance(compiled.memory, Overflow):
         return _unfit(task, compiled.flops, compiled.memory, shared)
-    sizes, chip = compiled.memory, task.machine.require_tpu()
+    sizes = compiled.memory
+    chip = task.machine.require_tpu()
     # If the program has no dump, `hlo.read` gets the folder, and raises with the names of the files in it.
     program = hlo.read(folder / (compiled.dump or ""), flops_per_cycle=chip.cores * chip.bundle_flops)
     time = program_time(task, compiled, program, denoises)
@@ -275,7 +276,10 @@ def combined(
     longest = max(programs, key=lambda program: program.step.flops * program.times)
     # A single program that runs once a step has the step's figures; otherwise a step is an average.
     if len(programs) == 1 and programs[0].times == steps:
-        block, sent, step, operations = longest.per_block, longest.per_step, longest.step, longest.largest
+        block = longest.per_block
+        sent = longest.per_step
+        step = longest.step
+        operations = longest.largest
     else:
         block = None
         sent, step, operations = _average_step(programs, steps)
@@ -334,7 +338,8 @@ def verification_cost(task: Task, planned: Mapping[str, StagePlan]) -> Verificat
         return None
     host, device, values, flops = [], [], 0, 0.0
     for stage in stages:
-        name, stage_plan = str(stage.network), planned[stage.name]
+        name = str(stage.network)
+        stage_plan = planned[stage.name]
         with in_force(task, [stage]):  # upstream's module may need a stub to be imported
             count = sum(parameter.numel() for parameter in network.outline(task, name).parameters())
         dtype = task.settings.dtypes[name]

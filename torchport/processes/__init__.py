@@ -25,7 +25,8 @@ def trusted_path(path: list[str], is_main: bool = False) -> list[str]:
     """Returns a `sys.path` without the current folder, unless `PYTHONPATH` names it: `["", "/a"]` -> `["/a"]`. With
     `is_main` Python was started with `-m`, which puts the current folder first.
     """
-    folder, variable = current_folder(), os.environ.get("PYTHONPATH")
+    folder = current_folder()
+    variable = os.environ.get("PYTHONPATH")
     entries = list(path[1:] if is_main and path and path[0] == folder else path)
     named = variable.split(os.pathsep) if variable else []
     # Python takes an empty entry of the variable for the current folder: that folder goes, unless it is named in full.

@@ -30,7 +30,9 @@ from torchport.progress import note, track
 
 _CODE = "import sys; sys.path[:] = {path!r}; from torchport.processes import child; child.answer({folder!r}, {parent})"
 _EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)(?::|$)")
-_REQUEST, _RESULT, _REFUSAL = "request", "result", "refusal"
+_REQUEST = "request"
+_RESULT = "result"
+_REFUSAL = "refusal"
 PAUSE = 0.1
 """Seconds between two looks at whether a process is to be stopped."""
 

@@ -217,7 +217,8 @@ def _receive(key: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
         error: TorchportError = getattr(errors, header["kind"])(*header["args"])
         vars(error).update(header["culprit"])
         raise error
-    client, starts = _state().client, range(0, header["bytes"], PIECE)
+    client = _state().client
+    starts = range(0, header["bytes"], PIECE)
     # The pieces were sent before the header: 60,000 ms are more than enough to get each.
     pieces = [client.blocking_key_value_get_bytes(f"{key}/{start}", 60_000) for start in starts]
     return header["value"], load(b"".join(pieces))

@@ -393,7 +393,8 @@ def log_patches(ledger: patch.Ledger, when: str) -> None:
 
 def _cache_row(task: Task, stage: family.Stage, begins: int) -> dict[str, Any] | None:
     """Returns a manifest's row on a stage's step cache; None without a cache. The stage begins at step `begins`."""
-    cache, steps = network.step_cache_of(task, stage), task.job.steps
+    cache = network.step_cache_of(task, stage)
+    steps = task.job.steps
     if cache is None:
         return None
     return {"kind": cache.kind, "steps": steps, "computed": list(computed_steps(cache, steps, begins))}

@@ -208,7 +208,8 @@ class StageAtHand:
 
     def _parts_of_run(self) -> dict[str, Any]:
         """Returns the stage's parts. The first run loads all parts, and later runs only those without weights."""
-        task, folder = self.common.task, self.common.weights.folder
+        task = self.common.task
+        folder = self.common.weights.folder
         if self._loaded is not None:
             return network.afresh(task, self.stage, self.parts, folder)
         self.parts = network.loaded(task, self.stage, folder)
@@ -221,7 +222,9 @@ class StageAtHand:
         """Returns the stage's network: compiled for the mesh, or in PyTorch for the original; None without a network.
         The first run makes it, and later runs use it again. Each run starts new counts of its programs.
         """
-        task, stage, folder = self.common.task, self.stage, self.common.weights.folder
+        task = self.common.task
+        stage = self.stage
+        folder = self.common.weights.folder
         if self._loaded is None:
             if stage.network is not None and task.original:
                 self.call = network.eager(task, stage, parts, folder)

@@ -93,7 +93,8 @@ class Unfinished:
             other = next((name for name, sha in shas.items() if digests.get(name) != sha), "encode")
             what = "other embeddings" if other == "encode" else f"another '{other}'"
             raise ArtefactForeignError(str(file), f"The run that was stopped here had {what}", remedy)
-        done, total = manifest.done, self.task.settings.steps
+        done = manifest.done
+        total = self.task.settings.steps
         if done is None or done >= total:
             fact = f"Its latents have gone through {done} of {total} steps, and are said to be unfinished"
             raise ArtefactBrokenError(str(file), fact, f"Remove {file.name}: the stage then begins anew")

@@ -34,7 +34,9 @@ from torchport.save.manifest import SCHEMA, Manifest, Tensor, Version, text_of
 _TEXT, _CHECKSUM = "torchport", "torchport.sha256"
 """Keys of the safetensors metadata: the manifest as JSON, and that text's sha256."""
 
-VIDEO, CONTACT_SHEET, PICTURE = "video.mp4", "contact_sheet.png", "image.png"
+VIDEO = "video.mp4"
+CONTACT_SHEET = "contact_sheet.png"
+PICTURE = "image.png"
 
 
 def file_of(folder: Path, name: str) -> Path:

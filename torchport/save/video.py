@@ -103,7 +103,8 @@ def contact_sheet(frames_FCHW: torch.Tensor) -> bytes:
     """Returns up to twelve frames, evenly spaced and in order, four in a row, as one PNG at most 1600 pixels wide."""
     from PIL import Image
 
-    count, number = len(frames_FCHW), min(len(frames_FCHW), 12)
+    count = len(frames_FCHW)
+    number = min(len(frames_FCHW), 12)
     frames = [frames_FCHW[round(position * (count - 1) / max(1, number - 1))] for position in range(number)]
     return grid([Image.fromarray(_pixels(frame)) for frame in frames], columns=4)
 
@@ -117,7 +118,8 @@ def grid(images: Sequence[Image], columns: int) -> bytes:
     width, height = images[0].size
     gap = 4  # pixels between two cells
     scale = min(1.0, 1600 / (columns * width))
-    wide, high = max(1, round(width * scale)), max(1, round(height * scale))
+    wide = max(1, round(width * scale))
+    high = max(1, round(height * scale))
     lines = math.ceil(len(images) / columns)
     sheet = new("RGB", (columns * (wide + gap) - gap, lines * (high + gap) - gap), "white")
     for position, image in enumerate(images):

@@ -175,7 +175,8 @@ def ports(kind: str, group: Sequence[Spot]) -> float:
     Args:
         group: On one island; chips with coordinates.
     """
-    sides, chips = _sides(group), len({spot.chip for spot in group})
+    sides = _sides(group)
+    chips = len({spot.chip for spot in group})
     if chips == 1:
         return INSIDE
     count = sum(side > 1 for side in sides) * chips / len(group)

@@ -176,7 +176,8 @@ def _spec_of(module: str) -> ModuleSpec:
     if not isinstance(spec, ModuleSpec):
         raise ModuleNotFoundError(f"no '{parts[0]}' on the search path")
     for depth in range(2, len(parts) + 1):
-        name, parent = ".".join(parts[:depth]), ".".join(parts[: depth - 1])
+        name = ".".join(parts[:depth])
+        parent = ".".join(parts[: depth - 1])
         live = vars(sys.modules[parent]).get("__path__") if parent in sys.modules else None
         paths = live if live is not None else spec.submodule_search_locations
         # The last name alone: for a dotted name, Python would import the parents.

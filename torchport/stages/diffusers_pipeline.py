@@ -38,7 +38,9 @@ DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", 
 DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes", "call")
 BEFORE_USES = ("height", "width", "frames", "call")
 
-SOUND_LATENTS, SOUND, RATE = "sound_latents", "sound", "sound_rate"
+SOUND_LATENTS = "sound_latents"
+SOUND = "sound"
+RATE = "sound_rate"
 """What `denoise` and `decode` return of a pipeline's sound: [1, ...]; [channels, samples], from -1 to 1; and the number
 of samples a second."""
 

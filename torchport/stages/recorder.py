@@ -86,7 +86,8 @@ class Recorder(Call):
         """Calls the network on meta, and returns the call's shapes, arithmetic and bytes."""
         from torch.utils.flop_counter import FlopCounterMode
 
-        names, network = self.stage.outputs, str(self.stage.network)
+        names = self.stage.outputs
+        network = str(self.stage.network)
         inputs = {name: _like(outputs.plain(name, tree, network), "meta") for name, tree in trees.items()}
         counter = FlopCounterMode(display=False)
         tensors: dict[int, torch.Tensor] = {}  # by id, which no other tensor can get while this one is kept

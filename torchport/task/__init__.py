@@ -264,7 +264,8 @@ class Task:
 
 def _with_family(fields: dict[str, Any]) -> Task:
     """Returns the task with these fields, after loading its family: the reverse of `Task.__reduce__`."""
-    card, document = fields["card"], fields["card_document"]
+    card = fields["card"]
+    document = fields["card_document"]
     return Task(**fields, family=load_family(fields["pack"], card, document))
 
 
@@ -460,7 +461,8 @@ def check_tiling(card: Card, job: Job, stages: Sequence[families.Stage], documen
 
 def _check_variant(request: Request, card: Card, job: Job, family: ModuleType, document: Document) -> None:
     """Refuses a variant that the family lacks, or that is for t2v or i2v alone; upstream would notice that late."""
-    variant, place = job.variant or card.variant, document.place(["variant"])
+    variant = job.variant or card.variant
+    place = document.place(["variant"])
     if variant is None:
         return
     if variant not in family.VARIANTS:

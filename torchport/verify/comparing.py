@@ -97,7 +97,9 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
 
 def drift_of_mesh(request: Request, file: Path, steps: int) -> list[Drift]:
     """Returns the drift of a port that runs its first `steps` steps by itself; runs in a process of its own."""
-    task, results, recorded = accept(request), Measurements(), recording.read(file)
+    task = accept(request)
+    results = Measurements()
+    recorded = recording.read(file)
     with in_force(task, task.family.STAGES), jax_cache.of_task(task):
         preflight.check(task)
         folder, ends = checkpoint_of(task).folder, dict[str, dict[str, torch.Tensor]]()
@@ -337,7 +339,8 @@ def _differing_fields(run: LoweredProgram, plan: LoweredProgram) -> Iterator[str
     # The words before a name. Those of `arguments` need none: `weight norm.bias`.
     kinds = {"modules": "module", "static": "argument", "arguments": "", "constants": "constants of"}
     for field, kind in kinds.items():
-        in_run, in_plan = getattr(run, field), getattr(plan, field)
+        in_run = getattr(run, field)
+        in_plan = getattr(plan, field)
         for name in {**in_run, **in_plan}:
             if in_run.get(name) != in_plan.get(name):
                 values = ["absent" if facts.get(name) is None else facts[name] for facts in (in_run, in_plan)]

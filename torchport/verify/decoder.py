@@ -103,14 +103,17 @@ def _port_returns(
     which gets the module's output when the program runs.
     """
     task = on_one_device(task)
-    stage, returned, patches = task.family.STAGES[-1], _Returned(), dict[str, frozenset[str]]()
+    stage = task.family.STAGES[-1]
+    returned = _Returned()
+    patches = dict[str, frozenset[str]]()
     call, parts = compiled_network(task, stage, folder)
     counts_before: dict[str, dict[str, int]] = {}
 
     def keep(path: str, tensor: torch.Tensor) -> None:
         """Makes the program keep the output of a module, which is traced now."""
         if path not in returned:
-            before, after = counts_before[path], call_counts(ledger)
+            before = counts_before[path]
+            after = call_counts(ledger)
             returned[path], patches[path] = [], frozenset(key for key in after if after[key] != before[key])
         outputs = returned[path]
         jax.debug.callback(lambda x: outputs.append(sampled(shard.to_torch(x))), engine.array(tensor), ordered=True)

@@ -223,7 +223,9 @@ class _RecordedLoop(Call):
 
     def run(self) -> None:
         """Runs the loop and records the chosen steps; then takes each step that the watch found once more."""
-        task, stage, recording = self.task, self.stage, self.recording
+        task = self.task
+        stage = self.stage
+        recording = self.recording
         parts = network.loaded(task, stage, self.folder)
         eager = network.eager(task, stage, parts, self.folder)
         self.original = Original(eager, task.settings.dtypes[str(stage.network)])

@@ -167,7 +167,8 @@ def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]
     rows: dict[tuple[str, str, str], Difference] = {}
     for stage, (first, second) in pairs.items():
         for field in {**first, **second}:
-            in_a, in_b = first.get(field), second.get(field)
+            in_a = first.get(field)
+            in_b = second.get(field)
             if in_a != in_b:
                 key = field, _value_words(in_a), _value_words(in_b)
                 before = rows[key].stages if key in rows else ()

@@ -290,7 +290,8 @@ def compare(
     the seams, and notes on what was not compared, a line each. For `templates` see `record`.
     """
     side = record(port, folder, reference.loop.chosen, templates, reference)
-    rows, notes = differences(reference, side), list[str]()
+    rows = differences(reference, side)
+    notes = list[str]()
     if side.stopped is not None:  # reported as a consequence of a seam that differs; raised if none does
         if all(row.verdict is Verdict.SAME for row in rows if row.name != STEPS):
             raise side.stopped
@@ -430,9 +431,11 @@ def value_seams(
     stage: str, original: Mapping[str, Any], port: Mapping[str, Any], step: int | None = None, suffix: str = ""
 ) -> Iterator[Seam]:
     """Yields a seam for each value in two trees of tensors and numbers, and a seam for each dtype that differs."""
-    originals, ported = outputs.leaves(original), outputs.leaves(port)
+    originals = outputs.leaves(original)
+    ported = outputs.leaves(port)
     for name in {**originals, **ported}:
-        expected, other = originals.get(name), ported.get(name)
+        expected = originals.get(name)
+        other = ported.get(name)
         if not isinstance(expected, torch.Tensor) or not isinstance(other, torch.Tensor):
             # A tensor of one element counts as a number; a larger tensor equals nothing.
             values = [x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in (expected, other)]
@@ -480,7 +483,8 @@ def _state(step: SchedulerStep, left_out: set[str]) -> dict[str, Any]:
 
 def _unchanged_fields(first: SchedulerStep, other: SchedulerStep) -> set[str]:
     """Returns the fields of a scheduler's state that are the same at a step as at the first one."""
-    before, after = _state(first, left_out=set()), _state(other, left_out=set())
+    before = _state(first, left_out=set())
+    after = _state(other, left_out=set())
     pairs = {name: value_seams(LOOP, {name: before[name]}, {name: after.get(name)}) for name in before}
     return {name for name, seams in pairs.items() if not any(seam.distance for seam in seams)}
 

@@ -106,7 +106,8 @@ class Units:
             recorded = self.call.values.get(border)
             if border.side == "in" or not border.path or recorded is None:
                 continue
-            shapes, expected = _shapes(value), _shapes(recorded)
+            shapes = _shapes(value)
+            expected = _shapes(recorded)
             if shapes == expected:
                 continue
             places = [place for place in expected if shapes.get(place) != expected[place]]
@@ -139,7 +140,8 @@ class Units:
 
     def _port_value(self, measured: MeasuredUnit) -> Any:
         """Returns the port's value at the end of a unit; calls the network again if only some rows of it were kept."""
-        border, forced = measured.border, self.forced_call
+        border = measured.border
+        forced = self.forced_call
         if forced is not None and border in forced.observed and border.path in self.port.units:
             value = forced.observed[border]
             if not is_sampled(value):
@@ -220,7 +222,8 @@ class Units:
             is_known = border in wide and border in call.values and (not block or _within(border.path, block))
             if not is_known or (border.side == "in" and border.path in ("", block)):  # no unit ends there
                 continue
-            original, exact = call.values[border], wide[border]
+            original = call.values[border]
+            exact = wide[border]
             rounding, added = distance(original, exact), distance(value, exact)
             if rounding is None or added is None or not matched(value, original):
                 continue

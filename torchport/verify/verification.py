@@ -103,7 +103,8 @@ def _measure_both(
     `original` is the original's request; None: the capture `options.reference` has what the original computes. The
     original's process writes the recording to `file`, and the port's reads it. `seconds` gets the time of each part.
     """
-    port_failed, original_failed = threading.Event(), threading.Event()
+    port_failed = threading.Event()
+    original_failed = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         comparison = "comparing:compare", task.request, file, original, os.getpid()
         port: Future[Measurements] = pool.submit(_call, *comparison, stop=original_failed)
@@ -468,7 +469,9 @@ def _error_at_border(port: Port, call: RecordedCall, measured: MeasuredUnit) -> 
     _, watched = port.called(call.inputs, paths, replacements, measured.skipped, whole=[measured.border])
     if measured.border not in watched.observed:
         return None
-    value, exact, unit = watched.observed[measured.border], wide[measured.border], measured.unit
+    value = watched.observed[measured.border]
+    exact = wide[measured.border]
+    unit = measured.unit
     with_patch = unit.ratio * unit.rounding
     added = distance(value, exact)
     if added is None:

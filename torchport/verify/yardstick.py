@@ -146,7 +146,8 @@ def _tensor_distance(a: torch.Tensor, b: torch.Tensor) -> float:
         return 0.0
     b = torch.where(known, b.double(), 0.0)
     a = torch.where(known, a.double(), 0.0)
-    largest, error = float(b.abs().max()), float((a - b).abs().max())
+    largest = float(b.abs().max())
+    error = float((a - b).abs().max())
     if math.isnan(error):
         return math.inf
     return error / largest if largest > TINY else error
@@ -165,10 +166,14 @@ def channel_ratio(value: Any, wide: Any, original: Any) -> float:
     size 1. So each channel's error is divided by the channel's greatest value. Some quantiles of these errors are
     compared, and the largest ratio is returned: the rounding of a single channel may be small by luck.
     """
-    values, wides, originals = by_place(value), by_place(wide), by_place(original)
+    values = by_place(value)
+    wides = by_place(wide)
+    originals = by_place(original)
     ratios = [0.0]
     for place in values.keys() & wides.keys() & originals.keys():
-        x, wide_x, original_x = values[place], wides[place], originals[place]
+        x = values[place]
+        wide_x = wides[place]
+        original_x = originals[place]
         if _are_alike(x, wide_x, original_x):
             least = torch.finfo(original_x.dtype).eps
             errors, rounding = (_channel_errors(tensor, wide_x, least) for tensor in (x, original_x))

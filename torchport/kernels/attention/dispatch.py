@@ -359,7 +359,8 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, *, lengths_B: Any) -> jax.
     deep = problem.chip not in ("v5e", "v5p") or problem.head_size % tiles.LANES
     options: dict[str, Any] = {"padding": "feature" if deep else "segments", "interpret": problem.interpret}
     if problem.tile is not None:
-        block_q, block_kv = problem.tile.block_q, problem.tile.block_kv
+        block_q = problem.tile.block_q
+        block_kv = problem.tile.block_kv
         options["tile"] = tiles.SplashTile(block_q, block_kv, min(block_kv, 1024))
     elif problem.chip is not None:
         options["tile"] = tiles.best(problem.chip, "splash", problem.head_size, bounded=False)

@@ -185,7 +185,8 @@ def attention(
         block_kv: Keys of a chunk, at most. The scores in memory are B * H * block_q * block_kv float32.
     """
     queries, keys = q_BHSD.shape[2], k_BHTD.shape[2]
-    block_q, block_kv = min(block_q, queries), min(block_kv, keys)
+    block_q = min(block_q, queries)
+    block_kv = min(block_kv, keys)
     inputs = _Inputs(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask, scale, causal, window, block_q, block_kv)
 
     def write_tile(i: Any, o_BHSD: jax.Array) -> jax.Array:

@@ -132,7 +132,8 @@ def norm_rotary(
         [B, N, S, F / N] of x's dtype, B only of `samples`; rounded as `norm` says, and again after the rotation.
     """
     batch, tokens, features = x_BSF.shape
-    rows, part = min(ROWS, tokens), features // heads.groups
+    rows = min(ROWS, tokens)
+    part = features // heads.groups
     first, count = (0, batch) if samples is None else (samples.start, len(samples))
     tables = [heads.lanes(table) for table in (cos_SD, sin_SD)]
     gains = _gains(norm, heads)

@@ -127,7 +127,8 @@ def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, 
         q, k, v = (x.reshape(batch * heads, 1, *x.shape[2:]) for x in (q, k, v))
     valid_BT = mask.reshape(-1, keys)
     order = jnp.argsort(~valid_BT, axis=1, stable=True)[:, None, :, None]
-    k, v = jnp.take_along_axis(k, order, axis=2), jnp.take_along_axis(v, order, axis=2)
+    k = jnp.take_along_axis(k, order, axis=2)
+    v = jnp.take_along_axis(v, order, axis=2)
     all_queries = jnp.full(q.shape[:1], queries)
     output = attention(q, k, v, lengths=valid_BT.sum(axis=1), query_lengths=all_queries, scale=scale)
     return output.reshape(batch, heads, *output.shape[2:])

@@ -100,12 +100,14 @@ def attention(
     if count % need or count < valid:
         fact = f"There are {count} tokens, {valid} of them valid"
         raise AttentionError("self_attention", fact, f"Pad them to a multiple of {need}", multiple=need)
-    limit, interpret = score_bound(bound, size**-0.5), current().interpret
+    limit = score_bound(bound, size**-0.5)
+    interpret = current().interpret
     kind = (*platform(), tokens.q.dtype, size, size**-0.5)  # the first fields of `Problem`
     problem = Problem(*kind, causal=False, window=None, masked=False, bound=limit, tile=None, interpret=interpret)
     note = current().note
     if note is not None:
-        keys, arrays = valid + longest, 1 if further is None else 2
+        keys = valid + longest
+        arrays = 1 if further is None else 2
         dtype = tokens.q.dtype.name
         name = "splash_int8" if _int8(problem) else "splash_transposed"
         # Queries and keys are the same tokens.
@@ -153,7 +155,9 @@ def _on_shards(
         """Returns `spec` for q, k and v, and specs for gains: of all heads together, they lie as the features do."""
         return jax.tree.map(lambda x: spec if x.ndim == 3 else PartitionSpec(None if x.size == size else tp), parts)
 
-    split_tokens, whole, table = PartitionSpec(dp, sp, tp), PartitionSpec(dp, None, tp), PartitionSpec(sp)
+    split_tokens = PartitionSpec(dp, sp, tp)
+    whole = PartitionSpec(dp, None, tp)
+    table = PartitionSpec(sp)
     split = jax.shard_map(
         run,
         in_specs=(specs(tokens, split_tokens), specs(further, whole), table, table, PartitionSpec(dp)),

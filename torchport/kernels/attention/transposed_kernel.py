@@ -141,7 +141,9 @@ def _wait_for_all(target: Any, done: Any) -> None:
 
 def scratch(plan: Plan, dtype: Any) -> list[Any]:
     """Returns the shapes of the kernel's scratch buffers, in the order of the fields of `Refs`, from `acc` on."""
-    block_q, block_kv, g = plan.tile.block_q, plan.tile.block_kv, plan.heads
+    block_q = plan.tile.block_q
+    block_kv = plan.tile.block_kv
+    g = plan.heads
     width = g * plan.head_size
     # A bound leaves the maximum unused, but `Refs` needs a reference: it gets the smallest size.
     statistics = pltpu.VMEM((g, SUBLANES, LANES if plan.bounded else block_q), jnp.float32)
@@ -248,7 +250,8 @@ class Softmax:
         # All sublanes of a query get the same maximum: their sums are added up only at the end.
         after = jnp.maximum(before, peaks.max(0, keepdims=True))
         self.refs.maximum[place] = after
-        p, shrink = jnp.exp2(scores - after[:1]), jnp.exp2(before - after)
+        p = jnp.exp2(scores - after[:1])
+        shrink = jnp.exp2(before - after)
         self.refs.sums[place] = self.refs.sums[place] * shrink + _by_sublane(p).sum(0)
         self._add(values, cell, p, shrink[:1])
 
@@ -308,7 +311,9 @@ def kernel(plan: Plan, kind: type[Softmax], lengths: Any, *inputs: Any) -> None:
     others = inputs[len(rows) + 1 :]
     refs = Refs(lengths, q, others[:n], others[n : 2 * n], *others[2 * n :])
     softmax = kind(plan, refs, *rows)
-    row, tile, block = pl.program_id(0), pl.program_id(1), plan.tile.block_kv
+    row = pl.program_id(0)
+    tile = pl.program_id(1)
+    block = plan.tile.block_kv
     first, *further = [Chunks(plan, refs, row, array) for array in range(plan.arrays)]
     length = lengths[0, first.sample]
     full = lax.div(length, block)
@@ -325,7 +330,9 @@ def kernel(plan: Plan, kind: type[Softmax], lengths: Any, *inputs: Any) -> None:
 
 def _full_chunks(softmax: Softmax, chunks: Chunks, full: Any) -> None:
     """Adds all whole chunks of keys, `full` of them: scores of chunk j are computed beside outputs of chunk j - 1."""
-    refs, plan, last = softmax.refs, softmax.plan, full - 1
+    refs = softmax.refs
+    plan = softmax.plan
+    last = full - 1
     slot = functools.partial(lax.rem, y=SLOTS)  # chunk j lies in slot j mod SLOTS
     chunks.keys(jnp.minimum(1, last), slot(1)).start()
     chunks.keys(0, slot=0).wait()
@@ -337,8 +344,11 @@ def _full_chunks(softmax: Softmax, chunks: Chunks, full: Any) -> None:
         _wait_for_all(*chunks.values_at(slot(j - 1)))
         # The last iteration fetches its keys again rather than branch: the compiler does not schedule across a branch.
         chunks.keys(jnp.minimum(j + 1, last), slot(j + 1)).start()
-        keys, values = refs.keys.at[slot(j)], refs.values.at[slot(j - 1)]
-        cells, count, target = plan.cells(), plan.tile.block_kv // LANES, chunks.values_at(slot(j))
+        keys = refs.keys.at[slot(j)]
+        values = refs.values.at[slot(j - 1)]
+        cells = plan.cells()
+        count = plan.tile.block_kv // LANES
+        target = chunks.values_at(slot(j))
         first = j * count
         for cell, columns in zip(cells, _shares(count, len(cells)), strict=True):
             chunks.start_values(first, columns, *target)

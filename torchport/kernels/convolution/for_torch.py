@@ -260,7 +260,10 @@ def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, tor
 
 def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the batches that upstream decodes: each frame's [T], and 1.0 for a batch's valid frames [batches, T]."""
-    frames, form, tape, total = x_BCTHW.shape[2], canvas.current(), _tape(x_BCTHW), _frames_in_all(x_BCTHW)
+    frames = x_BCTHW.shape[2]
+    form = canvas.current()
+    tape = _tape(x_BCTHW)
+    total = _frames_in_all(x_BCTHW)
     device, times = x_BCTHW.device, total // form.frames
     first = torch.tensor(True).to(device) if tape is None else tape.number == 0
     numbers = torch.arange(frames).to(device)
@@ -361,7 +364,8 @@ def _frame_attention(causal: bool, q_BCTHW: jax.Array, k_BCTHW: jax.Array, v_BCT
                 lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x for x in (k_BCTHW, v_BCTHW)
             )
         batch, channels, frames, height, width = k_BCTHW.shape
-        rows, columns = form.valid_rows(height), form.valid_columns(width)
+        rows = form.valid_rows(height)
+        columns = form.valid_columns(width)
         k_BCTS, v_BCTS = (x[..., :rows, :columns].reshape(batch, channels, frames, -1) for x in (k_BCTHW, v_BCTHW))
         q = jnp.moveaxis(q_BCTHW.reshape(*q_BCTHW.shape[:3], -1), 2, 0)
         k, v = (x.reshape(batch, channels, -1) for x in (k_BCTS, v_BCTS))

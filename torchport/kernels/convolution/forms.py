@@ -148,7 +148,8 @@ def _by_kernel(
     conv, count = _sizes_and_calls(request, rows, x, weight, operands)
     context = dispatch.current()
     if context.note is not None:
-        loops, size = kernel.trips(conv), kernel.moved(conv)
+        loops = kernel.trips(conv)
+        size = kernel.moved(conv)
         context.note(dispatch.Pass(conv.name, f"{kernel.__name__}:alone", dataclasses.asdict(conv), loops, size))
     weights = kernel.weights_of(weight, conv)
     bias = jnp.zeros(weight.shape[0], jnp.float32) if bias is None else bias

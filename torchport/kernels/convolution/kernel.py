@@ -352,7 +352,8 @@ class _GridStep:
 
     def take_row(self) -> None:
         """Puts a row of the input, and the columns on its two sides, into the ring of the last three rows."""
-        conv, count = self.conv, self.conv.columns_at_once
+        conv = self.conv
+        count = self.conv.columns_at_once
 
         def write_columns(number: Any, _: Any) -> Any:
             x = self._columns("x", number * count, count, times=1)
@@ -408,7 +409,9 @@ class _GridStep:
 
     def _make_columns(self, number: Any, _: Any) -> Any:
         """Computes and writes the output for the columns of product `number`; the loop's carry, 0, is not used."""
-        start, sums, side = number * self.conv.columns, self.ref["sums"], self.conv.side
+        start = number * self.conv.columns
+        sums = self.ref["sums"]
+        side = self.conv.side
 
         def add(row: Any, _: Any) -> Any:
             product = self._product(start, row, side)
@@ -454,7 +457,8 @@ class _GridStep:
 
     def _finish(self, start: Any) -> None:
         """Adds up the taps in time, each some frames later, and the bias; writes the output and the next carry."""
-        conv, here = self.conv, pl.ds(start, self.conv.columns)
+        conv = self.conv
+        here = pl.ds(start, self.conv.columns)
         total = [x.reshape(conv.columns, conv.frames, conv.block) for x in self._taps(slice(None))]
         out = total[-1] + self.ref["bias"][...]
         if conv.taps == 3:

@@ -32,7 +32,8 @@ class Calls:
 Retire = Callable[[Any, Any], None]
 """A function that makes a substitute, its first argument, call the original, its second."""
 
-CALLS, FUNCTION = "_torchport_calls", "_torchport_function"
+CALLS = "_torchport_calls"
+FUNCTION = "_torchport_function"
 """The free variables of a substitute's code: its counter, and the function that it calls. They mark its frames."""
 
 _ANY_CALL = [Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)]

@@ -53,7 +53,8 @@ def parsed(entry: Entry, reference: str) -> Any:
     class, or a function that has the written signature; UNKNOWN where the file does not say what it is: an assignment,
     an import, a decorator that may change the signature.
     """
-    path, name = file_of(entry, reference), reference.partition(":")[2]
+    path = file_of(entry, reference)
+    name = reference.partition(":")[2]
     tree = tree_of(path)
     binding = binding_at(tree, (name,))
     node = binding.node
@@ -137,7 +138,8 @@ def _check_home(entry: Entry, source: SourceFile, node: ast.stmt) -> None:
     """
     if not isinstance(node, ast.ImportFrom) or entry.scope == "global":
         return
-    home, name = source.imported_from(node), entry.path[0]
+    home = source.imported_from(node)
+    name = entry.path[0]
     is_defined = any(definition.name == name for definition in definitions(source.tree.body))
     if is_defined or len(entry.path) > 1 or home.partition(".")[0] != entry.package:
         return
@@ -216,7 +218,8 @@ def check_signature(entry: Entry, target: Signature | None, loaded: Callable[...
 
 def _lacking(target: Signature, ours: Signature, method: bool) -> str | None:
     """Returns in words why a replacement cannot take a call of its target, `"does not take *args"`; else None."""
-    theirs, mine = list(target.parameters.values()), list(ours.parameters.values())
+    theirs = list(target.parameters.values())
+    mine = list(ours.parameters.values())
     kinds = {parameter.kind for parameter in mine}
     positional = [parameter for parameter in mine if parameter.kind in POSITIONAL]
     # The replacement's parameters that take a parameter of the target.

@@ -65,7 +65,8 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     """
     result = {}
     for target in sorted(entry.relies_on):
-        place, why = definition(home_of(target)), "which it relies on"
+        place = definition(home_of(target))
+        why = "which it relies on"
         result[target] = _hash_in_words(target, *place, why) if place else (_GONE, f", {why},")
     replaced = [entry.target] if entry.kind == "replace" and not entry.plumbing else []
     for name, (source, node, user) in callees([*replaced, *sorted(entry.relies_on)]).items():
@@ -73,7 +74,8 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     # The target's source is in `LockRow.tree`. Here is only the hash of the definitions that its names lead to.
     result.pop(entry.target, None)
     used = uses(home_of(entry.target)) if replaced else []
-    home, statement = source_of(entry), statement_of(entry)
+    home = source_of(entry)
+    statement = statement_of(entry)
     if used and home is not None and statement is not None:
         where = f" ({home.shown}:{statement.lineno}), by what its names lead to,"
         result[entry.target] = _hash("\0".join(used), 8), where
@@ -318,7 +320,8 @@ class HashedPart:
 
     def source_line(self, text: str) -> str:
         """Returns this part of a definition as one line of source, cut to 160 characters; `text` is the whole file."""
-        line, column = self.last.end_lineno, self.last.end_col_offset
+        line = self.last.end_lineno
+        column = self.last.end_col_offset
         if isinstance(self.last, ast.stmt) and getattr(self.last, "body", None):  # of an `if` or `for`, the head alone
             line, column = self.last.body[0].lineno, self.last.body[0].col_offset  # type: ignore[attr-defined]
         rows = text.encode().split(b"\n")[self.first.lineno - 1 : line]

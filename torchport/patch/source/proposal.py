@@ -159,7 +159,8 @@ def _proposed(source: SourceFile, spot: _Spot, line: int, why: str, file: str) -
         gives = change.get("gives", sorted(names_bound([spot.statement])))
         returns = "what the statement returns" if isinstance(spot.statement, ast.Return) else ", ".join(gives)
         write = f"{name}({', '.join(parameters)}){f', which returns {returns},' if returns else ''}"
-        text, names = written(candidate, home), f"{home}/{file}"
+        text = written(candidate, home)
+        names = f"{home}/{file}"
         return Proposal(text, names, write, fields=candidate, parameters=parameters, gives=returns)
     write = f"{name}({ast.unparse(spot.function.args)}), which does what the function does,"
     replaced = {**fields, "replace": f"{file}.py:{name}"}

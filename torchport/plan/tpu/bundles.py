@@ -271,7 +271,8 @@ def compiled(build: str, arguments: dict[str, Any], machine: Machine, place: str
 
 def refused(text: str, machine: Machine, place: str) -> TopologyError | VmemError:
     """Returns the error for a compiler's message; about VMEM, a `VmemError` with the bytes asked for and allowed."""
-    scoped, allocation = _SCOPED.search(text), _ALLOCATION.search(text)
+    scoped = _SCOPED.search(text)
+    allocation = _ALLOCATION.search(text)
     if scoped and "memory space vmem" in text:
         # A number and its unit each: 15.2 and M are 15.2 * 1024**2 bytes.
         sizes = [float(scoped[n]) * 1024 ** " KMG".index(scoped[n + 1] or " ") for n in (1, 3)]

@@ -206,7 +206,8 @@ class HloProgram:
         """Returns the instructions that take time, but have no estimate and no model; the largest output first."""
         left = []
         for run in self.walk():
-            instruction, cycles = run.instruction, run.instruction.cycles
+            instruction = run.instruction
+            cycles = run.instruction.cycles
             # A call takes the time of the instructions that it runs, and these are walked, too.
             free = instruction.opcode in _FREE or instruction.target in _BUFFERS or bool(self._called(instruction))
             waits = instruction.opcode.endswith(("-start", "-update", "-done"))
@@ -230,7 +231,8 @@ class HloProgram:
                     if "AsyncCollectiveStart" not in targets:
                         continue  # all fusions of a chain repeat the collective; only the fusion that starts it counts
                 if fusion is not None and self._scatters(fusion):
-                    kind, size = "reduce-scatter", fusion.bytes
+                    kind = "reduce-scatter"
+                    size = fusion.bytes
                 source = inner.source or run.instruction.source
                 sent.append(CollectiveExecution(kind, size, run.times, inner.groups, source))
         return sent
@@ -496,7 +498,8 @@ class _HloReader:
         metadata, config = attributes.get("metadata", ""), attributes.get("backend_config", "")
         calls = self.calls(name, attributes)
         shapes = _shapes(opcode, text[: opening.start()])
-        cycles, trips = _CYCLES.search(config), _TRIPS.search(config)
+        cycles = _CYCLES.search(config)
+        trips = _TRIPS.search(config)
         chain = _CHAIN.search(attributes.get("frontend_attributes", ""))
         leaf = opcode in ("constant", "parameter")
         operands = () if leaf else tuple(re.findall(r"%([\w.-]+)", inside))
@@ -604,7 +607,8 @@ class _HloReader:
             along = re.findall(r"'(\w+)'", named[1]) if named else []
             if not along or not set(along) <= set(axes) or math.prod(axes.values()) != self.devices:
                 raise self.refusal(f"Groups of devices are written '{text[:60]}'")
-            names, sides = list(axes), tuple(axes.values())
+            names = list(axes)
+            sides = tuple(axes.values())
             order = [*map(names.index, [name for name in names if name not in along]), *map(names.index, along)]
             shape = -1, math.prod(axes[name] for name in along)
         devices = numpy.arange(math.prod(sides)).reshape(sides).transpose(order).reshape(shape)

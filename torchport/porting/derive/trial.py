@@ -194,7 +194,8 @@ class PipelineTrial:
 
     def _changes(self, stop: Stop, end: float) -> Iterator[None]:
         """Makes the changes that may help, the likeliest first. Each is in force until the next is asked for."""
-        parts, values = self.configurations.parts, self.configurations.values
+        parts = self.configurations.parts
+        values = self.configurations.values
         takes = [name for name in IMAGES if name in inspect.signature(self.cls.__call__).parameters]
         speaks_of_image = re.search(r"image|video|NoneType", str(stop.error), re.IGNORECASE)
         if takes and self.image is None and speaks_of_image:
@@ -212,7 +213,8 @@ class PipelineTrial:
             if time.monotonic() + self.longest > end:  # it would end too late
                 return
             mended = self.configurations.mended
-            kept, known = values.get(name, {}), mended.get(name, [])
+            kept = values.get(name, {})
+            known = mended.get(name, [])
             values[name], mended[name] = {**kept, **changes}, [*known, *changes]
             yield
             values[name], mended[name] = kept, known
