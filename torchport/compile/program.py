@@ -87,9 +87,14 @@ class Origin:
 
 def _largest_product(program: Jaxpr) -> int:
     """Returns the bytes of the largest array that a product of the program writes, on all devices together."""
-    sizes = [_largest_product(part) for equation in program.eqns for part in jaxprs_in_params(equation.params)]
-    products = (equation.outvars[0].aval for equation in program.eqns if equation.primitive is jax.lax.dot_general_p)
-    return max([0, *sizes, *(product.size * product.dtype.itemsize for product in products)])
+    largest = 0
+    for equation in program.eqns:
+        sizes = [_largest_product(part) for part in jaxprs_in_params(equation.params)]
+        if equation.primitive is jax.lax.dot_general_p:
+            array = equation.outvars[0].aval
+            sizes.append(array.size * array.dtype.itemsize)
+        largest = max(largest, *sizes, 0)
+    return largest
 
 
 class _Bound(torch.nn.Module):

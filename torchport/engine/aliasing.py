@@ -105,8 +105,7 @@ def layout(tensor: torch.Tensor) -> tuple[int, list[int]] | None:
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns where a tensor begins and where it ends in its storage, in bytes; the end is exclusive."""
-    start = int(tensor.storage_offset())
-    size = tensor.itemsize
+    start, size = int(tensor.storage_offset()), tensor.itemsize
     if not tensor.numel():
         return start * size, start * size
     last = start + sum(int((n - 1) * stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -170,8 +169,7 @@ def inverse(name: str, base: Any, args: Any, kwargs: dict[str, Any], item: int, 
         pair = (0, dims - 1) if name == "t" else (argument(1, "dim0", 0), argument(2, "dim1", 1))
         return lambda whole, part: jnp.swapaxes(part, *pair) if dims else part
     if name == "slice":
-        dim = argument(1, "dim", 0) % dims
-        step = argument(4, "step", 1)
+        dim, step = argument(1, "dim", 0) % dims, argument(4, "step", 1)
         start, stop, _ = slice(argument(2, "start", None), argument(3, "end", None)).indices(base.shape[dim])
         if step == 1:
             return lambda whole, part: _with_part(whole, part, start, dim)
