@@ -24,9 +24,9 @@ def test_no_set_has_the_flag_that_makes_nan_beside_one_that_is_on_by_default():
 
 def test_a_large_program_for_a_tpu_has_vmem_for_its_fusions_unless_the_user_says_how_much(monkeypatch):
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    assert xla_flags.compiler_options("v6e", 64 * 2**20) == {xla_flags.FUSION_VMEM: "98304"}
-    assert xla_flags.compiler_options("tpu7x", 32 * 2**20) == {xla_flags.FUSION_VMEM: "49152"}
-    assert xla_flags.compiler_options("v6e", 64 * 2**20 - 1) == xla_flags.compiler_options(None, 2**40) == {}
+    assert xla_flags.compiler_options("v6e", 43 * 2**20) == {xla_flags.FUSION_VMEM: "98304"}
+    assert xla_flags.compiler_options("tpu7x", 22 * 2**20) == {xla_flags.FUSION_VMEM: "49152"}
+    assert xla_flags.compiler_options("v6e", 42 * 2**20) == xla_flags.compiler_options(None, 2**40) == {}
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_foo=true --xla_tpu_scoped_vmem_limit_kib=32768")
     assert xla_flags.compiler_options("v6e", 2**40) == {}
 

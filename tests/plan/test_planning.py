@@ -217,7 +217,7 @@ def test_the_compilers_words_for_too_little_vector_memory_name_the_kernel():
         "120.00M exceeded scoped vmem limit by 10.00M."
     )
     with pytest.raises(VmemError) as caught:
-        aot._memory(Lowered(said), V6E)
+        aot._memory(Lowered(said).compile, V6E)
     assert (caught.value.asked, caught.value.limit) == (130 * 2**20, 120 * 2**20)
     assert aot._overflow(caught.value, []).kernel == "splash_mha"
 
@@ -271,11 +271,11 @@ def test_shifted_scores_take_little_longer_than_bounded_ones_and_the_plan_says_w
 def test_the_compilers_words_for_too_little_memory_become_bytes():
     said = "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (17.50G) exceeds available HBM (15.75G)."
     v5e = parse_machine("v5e:2x4", "a.yaml:1")
-    overflow, outputs = aot._memory(Lowered(said), v5e)
+    overflow, outputs = aot._memory(Lowered(said).compile, v5e)
     assert outputs is None
     assert (overflow.what, overflow.asked_bytes, overflow.limit_bytes) == ("hbm", 17.5 * 2**30, 15.75 * 2**30)
     with pytest.raises(TopologyError) as caught:
-        aot._memory(Lowered("INTERNAL: broken"), v5e)
+        aot._memory(Lowered("INTERNAL: broken").compile, v5e)
     assert str(caught.value) == "plan v5e:2x4: The compiler refuses it: INTERNAL: broken. Plan another size."
 
 

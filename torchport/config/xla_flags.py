@@ -112,7 +112,7 @@ def compiler_options(chip: str | None, written: int) -> dict[str, str]:
     """
     if chip is None or f"--{FUSION_VMEM}=" in os.environ.get(VARIABLES["tpu"], ""):
         return {}
-    if written < TPU_CHIPS[chip].vmem // 2:
+    if written < TPU_CHIPS[chip].vmem // 3:
         return {}
     return {FUSION_VMEM: str(TPU_CHIPS[chip].vmem * 3 // 4 // 1024)}
 

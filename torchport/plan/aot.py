@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +275,7 @@ def _program(
     try:
         lowered = outline.program.lowered(outline.program.shapes(called.inputs), called.static)
         lowered_at = time.monotonic()
-        memory, outputs = _memory(outline, lowered, machine)
+        memory, outputs = _memory(functools.partial(outline.program.compile_lowered, lowered), machine)
     except VmemError as error:
         memory = _overflow(error, outline.kernels[earlier_calls:])
     dumped, end = set(dump.glob(SCHEDULED)) - earlier_files, time.monotonic()
@@ -318,8 +319,8 @@ def _overflow(error: VmemError, traced: list[dispatch.Traced | dispatch.Pass]) -
     )
 
 
-def _memory(outline: StageNetwork, lowered: Any, machine: Machine) -> tuple[DeviceBytes | Overflow, Any]:
-    """Compiles a lowered program; returns its bytes on each device, and its outputs as shapes with shardings.
+def _memory(compile_program: Callable[[], Any], machine: Machine) -> tuple[DeviceBytes | Overflow, Any]:
+    """Compiles a program; returns its bytes on each device, and its outputs as shapes with shardings.
 
     If the program does not fit into HBM, returns an `Overflow` and None.
 
@@ -327,7 +328,7 @@ def _memory(outline: StageNetwork, lowered: Any, machine: Machine) -> tuple[Devi
         VmemError: A kernel's tile does not fit into the chip's VMEM.
     """
     try:
-        program = outline.program.compile_lowered(lowered)
+        program = compile_program()
         memory = program.memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         exceeds = _EXCEEDS.search(str(error))
