@@ -85,7 +85,7 @@ def parse_machine(name: str, place: str) -> Machine:
     kind, _, shape = name.partition(":")
     if kind in ("cpu", "cuda") and re.fullmatch(r"[1-9]\d{0,3}", shape):
         return Machine(name, "cuda" if kind == "cuda" else "cpu", int(shape))
-    if kind in TPU_CHIPS and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
+    if kind in TPU_CHIPS and re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}", shape):
         chip = TPU_CHIPS[kind]
         chips = math.prod(int(side) for side in shape.split("x"))
         return Machine(name, "tpu", chips * chip.devices, chip.kinds, chip.memory)
