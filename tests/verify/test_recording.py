@@ -71,7 +71,7 @@ def test_above_the_limit_the_modules_of_units_are_left_for_later(recorded, monke
     monkeypatch.setattr(recording, "BORDERS_LIMIT", 0)
     call, _ = recorded()
     assert call.values.keys() == units(call).keys()
-    assert call.outer and not call.inner and not call.is_whole
+    assert call.outer and not call.inner
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,6 @@ class RecordedCall:
     outer: Values
     #: The yardstick's values at all borders, each with the original's inputs; empty where that would be too large.
     inner: Values
-    is_whole: bool = True
 
     @property
     def rounding(self) -> float:
@@ -295,7 +294,6 @@ class _RecordedLoop(Call):
             values=values,
             outer=wide_outer,
             inner=wide_inner,
-            is_whole=is_whole,
         )
         self.recording.calls.append(call)
         return output

@@ -39,7 +39,7 @@ NAME = "capture.safetensors"
 MADE_BY = "torchport verify --capture DIR"
 PARTS = ("encoded", "latents", "states", "ends", "decoded")
 """The fields of a recording that are trees of tensors."""
-FACTS = ("stage", "network", "step", "number", "is_whole")
+FACTS = ("stage", "network", "step", "number")
 """The fields of a call that are plain JSON."""
 TREES = ("inputs", "output", "wide_output")
 """The fields of a call that are trees of tensors."""

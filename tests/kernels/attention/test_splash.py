@@ -28,18 +28,17 @@ ATTENTION = jax.jit(splash.attention, static_argnames=NAMES)
 SMALL = {"tile": SplashTile(128, 256, 128), "interpret": True}
 
 
-def attend(q, k, v, lengths_B=None, *, smooth_keys=False, **options):
+def attend(q, k, v, lengths_B=None, **options):
     """Attention with the usual scale and small tiles, interpreted."""
-    k = splash.smooth(k, lengths_B) if smooth_keys else k
     usual = {"lengths_B": lengths_B, "scale": q.shape[3] ** -0.5, "causal": False, "window": None}
     return ATTENTION(q, k, v, **{**usual, **SMALL, **options})
 
 
 @settings(max_examples=settings.default.max_examples // 8)
-@given(cases(largest=300), st.sampled_from(["feature", "segments"]), st.booleans())
-def test_any_case_agrees_with_float64(case, padding, smooth_keys):
+@given(cases(largest=300), st.sampled_from(["feature", "segments"]))
+def test_any_case_agrees_with_float64(case, padding):
     q, k, v = case.tokens()
-    o = attend(q, k, v, **case.options(), padding=padding, smooth_keys=smooth_keys)
+    o = attend(q, k, v, **case.options(), padding=padding)
     assert o.dtype == case.dtype
     assert case.distance(o) <= BOUNDS[case.dtype]
 
@@ -53,7 +52,7 @@ def test_lengths_at_the_edges_of_tiles_are_exact(lengths, padding):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("options", [{}, {"padding": "segments"}, {"smooth_keys": True}])
+@pytest.mark.parametrize("options", [{}, {"padding": "segments"}])
 def test_padding_may_hold_anything(dtype, options):
     assert_padding_is_not_read(functools.partial(attend, **options), dtype)
 
@@ -77,18 +76,6 @@ def test_both_ways_to_hide_padding_give_the_same_bits(dtype):
     q, k, v = tokens(4, 2, 2, 128, 256, 16, dtype)
     lengths_B = jnp.asarray([100, 255], jnp.int32)
     numpy.testing.assert_array_equal(*(attend(q, k, v, lengths_B, padding=way) for way in ("feature", "segments")))
-
-
-def test_smoothing_keys_brings_numbers_closer_where_they_share_a_large_part():
-    q, k, v = tokens(5, 2, 2, 100, 200, 64, common=300.0)
-    lengths = (200, 90)
-    # Beyond the length lies another mean, which must not enter.
-    k = k.at[1, :, 90:].set(1e6)
-    exact = reference(q, k, v, lengths)
-    rough, smooth = (
-        distance(attend(q, k, v, jnp.asarray(lengths, jnp.int32), smooth_keys=way), exact) for way in (False, True)
-    )
-    assert smooth <= rough / 4
 
 
 def test_a_query_that_sees_no_key_gets_zero():

@@ -209,7 +209,6 @@ def attention(
     window: Window | None = None,
     mask: jax.Array | None = None,
     bound: float | str | None = None,
-    smooth_keys: bool = False,
     implementation: Implementation | None = None,
     tile: tiles.Tile | None = None,
     interpret: bool = False,
@@ -230,7 +229,6 @@ def attention(
         mask: bool (true takes part) or float (added to scaled scores), [B or 1, H or 1, S, T]; held in memory whole.
         bound: Upper bound of |q . k|, by the caller's word, or the name of one in `Context.bounds` (an unknown name
             is no bound). Small enough once scaled, it spares the running maximum (`bound.holds`).
-        smooth_keys: Subtract the mean valid key, which softmax does not see: for float32 keys that share a strong one.
         implementation: One of `NAMES`: that one, or an error.
         tile: The kernel's tile, instead of the table's.
         interpret: Run a TPU kernel as plain JAX, on any platform: for tests.
@@ -244,9 +242,7 @@ def attention(
     if query_lengths is None and queries == keys:
         query_lengths = lengths_B
     factor = size**-0.5 if scale is None else float(scale)
-    # A mean is no longer than the longest key, so keys less their mean are at most twice as long.
-    limit = score_bound(bound, 2 * factor if smooth_keys else factor)
-    k_BHTD = splash.smooth(k_BHTD, lengths_B) if smooth_keys else k_BHTD
+    limit = score_bound(bound, factor)
     kind = (*platform(), q_BHSD.dtype, size, factor, causal, window)  # the first fields of `Problem`
     interpret = interpret or current().interpret
     problem = Problem(*kind, masked=mask is not None, bound=limit, tile=tile, interpret=interpret)
