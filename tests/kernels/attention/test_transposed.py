@@ -216,13 +216,13 @@ def test_a_sharded_call_gives_the_same_bits(axis, devices, bounded):
     numpy.testing.assert_array_equal(sharded(q, k, v, lengths_B), call(q, k, v, lengths_B))
 
 
-@MODES
-def test_every_fetch_is_waited_for_and_nothing_is_overwritten_while_it_is_read(bounded):
+@pytest.mark.parametrize("scores", SCORES)
+def test_every_fetch_is_waited_for_and_nothing_is_overwritten_while_it_is_read(scores):
     """Under Pallas' TPU interpreter: copies happen when they are waited for, fresh memory holds NaN, races are seen."""
     lengths = (700, 256, 300)
     q, k, v = tokens(9, 3, 2, 300, 700, 64)
     machine = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True)
-    o = attend(q, k, v, jnp.asarray(lengths, jnp.int32), bounded=bounded, interpret=machine)
+    o = attend(q, k, v, jnp.asarray(lengths, jnp.int32), **SCORES[scores], interpret=machine)
     assert distance(o, reference(q, k, v, lengths)) <= CLOSE["float32"]
     assert not races_found()
 
@@ -302,10 +302,10 @@ def side_by_side(x_BHSD):
     return jnp.swapaxes(x_BHSD, 1, 2).reshape(x_BHSD.shape[0], x_BHSD.shape[2], -1)
 
 
-def shifts_of(q, k, lengths):
+def shifts_of(q, k, lengths, scale=None):
     """Returns the shifts [B, H, S] and whether they do, with the keys in two arrays; and the scores in float64."""
     _, _, keys, size = k.shape
-    scale, half = size**-0.5 * bound.LOG2E, keys // 2
+    scale, half = (scale or size**-0.5) * bound.LOG2E, keys // 2
     counts = jnp.asarray([[min(n, half), max(n - half, 0)] for n in lengths], jnp.int32)
     arrays = [(side_by_side(k[:, :, :half]), counts[:, 0]), (side_by_side(k[:, :, half:]), counts[:, 1])]
     shifts, holds = jax.jit(bound.shifts, static_argnums=(2, 3))(side_by_side(q), arrays, size, scale)
@@ -334,14 +334,44 @@ def test_the_reach_of_shifts_is_twice_that_of_a_bound():
     batch, heads, queries, keys, size = PAIRED
     q, k = numpy.zeros((batch, heads, queries, size)), numpy.zeros((batch, heads, keys, size))
     q[..., 0], k[..., ::2, 0], k[..., 1::2, 0] = 8.0, 1.0, -1.0
-    for score, does in ((150.0, True), (161.0, False)):
+    for score, does in ((140.0, True), (161.0, False)):
         far = jnp.asarray(k * score / bound.LOG2E * size**0.5 / 8.0, jnp.float32)
         shifts, holds, _ = shifts_of(jnp.asarray(q, jnp.float32), far, (keys,) * batch)
         assert holds is does
-        assert shifts.min() >= 0.99 * (score - bound.LIMIT)
+        assert shifts.min() >= 0.99 * score / 2
         v = tokens(0, *PAIRED)[2]
         o = attend(jnp.asarray(q, jnp.float32), far, v, all_of(far), **SCORES["shifted"])
         assert distance(o, reference(q, far, v)) <= CLOSE["float32"]
+
+
+@DTYPES
+def test_keys_that_are_all_alike_leave_the_mean_no_room_for_its_rounding(dtype):
+    """The shift is then the score itself, up to roundings, which grow with it."""
+    batch, heads, queries, keys, size = PAIRED
+    for key, does in ((8.0, True), (192.0, False)):
+        q = jnp.full((batch, heads, queries, size), 8.5625, dtype)
+        k = jnp.full((batch, heads, keys, size), key, dtype)
+        shifts, holds, scores = shifts_of(q, k, (keys,) * batch)
+        assert holds is does
+        v = tokens(0, *PAIRED, dtype)[2]
+        assert distance(attend(q, k, v, all_of(k), **SCORES["shifted"]), reference(q, k, v)) <= CLOSE[dtype]
+        assert not holds or (scores - shifts[..., None]).max(-1).min() >= -bound.LIMIT
+
+
+@pytest.mark.parametrize("norm", [1.0, 7.0])
+def test_a_negative_scale_is_shifted_too(norm):
+    q, k, v = tokens(4, *ALONE, norm=norm, common=2.0)
+    shifts, holds, scores = shifts_of(q, k, (900,) * 4, scale=-(40**-0.5))
+    assert holds is (norm == 1.0)
+    assert (scores - shifts[..., None]).max() <= bound.LIMIT
+    o = attend(q, k, v, all_of(k), **SCORES["shifted"], scale=-(40**-0.5))
+    assert distance(o, reference(-q, k, v)) <= 4 * eager_distance(q, k, v, -(40**-0.5))
+
+
+def test_queries_whose_squares_vanish_are_not_taken_for_zeros():
+    q, k, _ = tokens(4, *ALONE)
+    assert shifts_of(q * 1e-19, k * 1e18, (900,) * 4, scale=1.0)[1]
+    assert not shifts_of(q * 1e-19, k * 1e18, (900,) * 4, scale=100.0)[1]
 
 
 @pytest.mark.parametrize(("norm", "common"), [(30.0, 0.0), (1.0, 400.0)])

@@ -55,15 +55,14 @@ def shifts(
     """Returns what to subtract from each query's scores for softmax to need no maximum, and whether that is so.
 
     Let c be the mean key of a head, and R the distance of the furthest key from c. The scores of a query q have the
-    mean q . c, so the largest is not below q . c; and none is more than |q| R above. If |q| R is within `LIMIT`, the
-    shift is q . c. If it is within twice `LIMIT`, the shift is larger by what is beyond `LIMIT`. Less its shift, no
-    score is above `LIMIT`, and the largest of a query is not below -`LIMIT`.
+    mean q . c. So the largest is not below q . c, and none is more than |q| R above. Less q . c + |q| R / 2, no score
+    is above |q| R / 2, and the largest is not below -|q| R / 2: softmax needs no maximum if that is within `LIMIT`.
 
     Args:
         q_BSF: Queries, heads side by side.
         arrays: Keys [B, T, F], and the number of valid keys, int32 [B]; keys after them may hold anything.
         head_size: D.
-        scale: Of the scores, in units of log 2, as are the shifts.
+        scale: Of the scores, in units of log 2, as are the shifts. It may be negative.
 
     Returns:
         Shifts, float32 [B, H, S]; and whether they do for all queries, bool [].
@@ -78,7 +77,8 @@ def shifts(
         return jnp.moveaxis(sums_BTH, 2, 0)
 
     def lengths_by_head(x_BTF: jax.Array) -> jax.Array:
-        return jnp.sqrt(sums_by_head(x_BTF * x_BTF))
+        # Squares below 2^-126 count as 0.
+        return jnp.sqrt(sums_by_head(x_BTF * x_BTF)) + 2.0**-59
 
     keys_BTF = [jnp.where(jnp.arange(k.shape[1])[:, None] < n[:, None, None], k, jnp.zeros_like(k)) for k, n in arrays]
     # With eight equal rows it is a product for XLA, which the matrix unit computes.
@@ -95,10 +95,12 @@ def shifts(
         distances = jnp.where(jnp.arange(keys.shape[1]) < lengths[:, None], lengths_by_head(keys - centre_B1F), 0.0)
         furthest.append(distances.max(2, keepdims=True))
     # The centre is the mean up to a rounding, and so are its products with queries.
-    radius_HB1 = functools.reduce(jnp.maximum, furthest) + 2.0**-7 * lengths_by_head(centre_B1F)
-    reach_HBS = scale * ROUNDING * lengths_by_head(q_BSF) * radius_HB1
-    shifts_HBS = scale * sums_by_head(q_BSF * centre_B1F) + jnp.maximum(reach_HBS - LIMIT, 0.0)
-    return jnp.swapaxes(shifts_HBS, 0, 1), (reach_HBS <= 2 * LIMIT).all()
+    error_HB1 = 2.0**-7 * lengths_by_head(centre_B1F)
+    half_radius_HB1 = (functools.reduce(jnp.maximum, furthest) + error_HB1) / 2
+    lengths_HBS = abs(scale) * ROUNDING * lengths_by_head(q_BSF)
+    shifts_HBS = scale * sums_by_head(q_BSF * centre_B1F) + lengths_HBS * half_radius_HB1
+    # With a mean that is too large by its error, the largest score less its shift is smaller by as much.
+    return jnp.swapaxes(shifts_HBS, 0, 1), (lengths_HBS * (half_radius_HB1 + error_HB1) <= LIMIT).all()
 
 
 def norm_bound(

@@ -111,7 +111,7 @@ def attention(
         dtype = tokens.q.dtype.name
         name = "splash_int8" if _int8(problem) else "splash_transposed"
         # Queries and keys are the same tokens.
-        shifted = problem.shifted(keys, keys)
+        shifted = problem.shifted(count, count)
         note(Traced(name, batch, heads, keys, keys, size, problem.bounded, shifted, arrays, dtype))
     cos, sin = (jnp.pad(table, ((0, count - valid), (0, 0))) for table in (cos_SD, sin_SD))
     run = functools.partial(_local, problem, heads // math.prod(mesh_ways()), valid)
