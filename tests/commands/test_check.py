@@ -222,7 +222,7 @@ def test_patches_are_listed_and_shown_as_data(world, torchport, capsys):
         patches.details(world.patches, "up.g")
 
 
-def test_a_patch_that_a_manifest_does_not_show_as_called_is_a_finding(world):
+def test_a_patch_that_a_manifest_does_not_show_as_called_is_a_finding(world, monkeypatch):
     entries = world.one("replace: p.py:new", "up.m:f", "must_be_called: [denoise]")
     row = {"id": "up.one", "state": "applied", "calls": 0}
     report = check.not_called([row], entries, "denoise")
@@ -233,3 +233,7 @@ def test_a_patch_that_a_manifest_does_not_show_as_called_is_a_finding(world):
     assert check.not_called([{**row, "calls": 2}], entries, "denoise").findings == []
     assert check.not_called([{**row, "state": "not needed"}], entries, "denoise") == Report()
     assert "not in the ledger" in check.not_called([], entries, "denoise").findings[0].text
+    monkeypatch.setattr(check.static_check, "check_cards", lambda *_: Report())
+    monkeypatch.setattr(check.static_check, "read_cards", lambda *_: [])
+    monkeypatch.setattr(check, "_not_called_by", lambda *_: report)
+    assert check.report_of(["up"], "m", False, str(world.site), [str(world.patches.parent)]).findings[-1] == finding

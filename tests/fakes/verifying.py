@@ -6,6 +6,7 @@ import functools
 import gc
 import hashlib
 import shutil
+from concurrent.futures import Future
 from importlib import import_module
 from unittest import mock
 
@@ -41,7 +42,7 @@ class InTurn:
         return False
 
     def submit(self, function, *arguments, **options):
-        return mock.Mock(result=functools.partial(function, *arguments, **options))
+        return mock.Mock(Future, result=functools.partial(function, *arguments, **options))
 
 
 @contextlib.contextmanager

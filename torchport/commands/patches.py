@@ -131,8 +131,7 @@ def lock(
         patch.read(folders, [name])  # raises if there is no such file
     chosen = stack_of(folders) if chosen is None else chosen
     upstreams = sorted({name.partition("/")[0] for name in names}) or patch.upstreams(chosen)
-    # The packs have cards alone.
-    if not upstreams:
+    if not upstreams:  # the packs have cards alone
         return []
     entries = [entry for entry in patch.read(folders, upstreams) if entry.folder.parent in chosen]
     absent = [name for name in upstreams if not any(entry.upstream == name for entry in entries)]

@@ -109,7 +109,7 @@ def _with_buffers(task: Task, component: str, folder: Path | None) -> torch.nn.M
 
 
 def recipe(task: Task, component: str, folder: Path | None) -> load.Recipe:
-    """Returns how a component is built: from the `config.json` in the checkpoint's folder, or from the card."""
+    """Returns how a component is built: by the checkpoint's `config.json` (`folder` None: not here), or by the card."""
     card_part, is_tiny = task.card.components[component], task.is_tiny
     if folder is not None and load.records_config(card_part, task.component_folder(folder, component)):
         file = task.component_folder(folder, component) / "config.json"
@@ -188,7 +188,7 @@ def outlines(task: Task, stage: Stage) -> dict[str, Any]:
 
 
 def outline(task: Task, component: str) -> Any:
-    """Returns a component on meta, as the checkpoint or the card has it. All callers share the object."""
+    """Returns a component on meta, in a run's dtypes, as the checkpoint or else the card has it. Callers share it."""
     if component not in task.shapes:
         dtype = task.dtype(component) if component in task.settings.dtypes else None  # None for one without weights
         root = checkpoint.described(task.checkpoint, task.card)

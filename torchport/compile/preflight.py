@@ -100,8 +100,8 @@ def check_checkpoint(task: Task, folder: Path) -> None:
 
 
 _Memory = tuple[dict[str, int], list[tuple[int, int, str]]]
-"""Bytes of weights on each device, by network; of each stage those in the host's memory, for weights and for latents or
-frames, and its network."""
+"""The bytes of weights on each device, by network; and of each stage: the bytes of its weights in the host's memory,
+those of its latents or frames there, and its network."""
 
 
 def _memory(task: Task) -> _Memory:
@@ -243,7 +243,7 @@ def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall
 
 
 def _activation_bytes(call: recorder.NetworkCall, rules: Mapping[str, Rule], task: Task, largest: int) -> int:
-    """Returns the least bytes of a call on each device beside weights; `largest` are those of a layer's output."""
+    """Returns the least bytes of a call on each device beside weights; `largest`: bytes of the largest output."""
     output: int = sum(leaf.numel() * leaf.dtype.itemsize for leaf in outputs.leaves({"": call.output}).values())
     inputs = 0
     for name, tensor in call.tensors.items():

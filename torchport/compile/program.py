@@ -223,7 +223,7 @@ class Compiled:
 
     @torch.inference_mode(False)
     def prepare(self, **inputs: Any) -> Any:
-        """Compiles the program of a call, and returns its outputs as `jax.ShapeDtypeStruct`s: these may be inputs."""
+        """Compiles a call's program; returns `jax.ShapeDtypeStruct`s with shardings, which may be inputs in turn."""
         arrays, static = self._arrays_and_static(inputs)
         with _lack_of_memory_refused(self.network.name):
             return self._program(arrays, static)[0].out_info

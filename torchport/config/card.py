@@ -742,7 +742,7 @@ def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
     if job.cache is None:
         return
     try:
-        job.cache.computed(job.steps)
+        job.cache.computed(job.steps)  # raises if the cache's fields do not fit
     except BadValueError as error:
         keys = getattr(error, "keys", ())  # a flag that sets one of them is at fault, or else a line
         flags = [key for key in keys if ("cache", key) in document.flags]

@@ -119,7 +119,7 @@ def unlike_defaults(cls: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """Whether a value of JSON has a default's type: a truth value, a finite number, a text, or a list of such."""
+    """Whether a value of JSON has a default's type: bool, text, list, or number (finite, or the default's infinity)."""
     if isinstance(default, bool):
         return isinstance(value, bool)
     if isinstance(default, int | float):

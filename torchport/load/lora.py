@@ -141,14 +141,16 @@ class _Adapter:
 
     def _check_is_sum(self, source: _Settings) -> None:
         """Refuses an adapter that adds something else than products of two matrices, such as a DoRA."""
-        kind, start = source.values.get("peft_type"), str(source.values.get("init_lora_weights", True)).lower()
+        kind = source.values.get("peft_type")
+        start = str(source.values.get("init_lora_weights", True)).lower()  # True is PEFT's default
         reasons = {}
         if kind is not None and str(kind).rpartition(".")[2].upper() != "LORA":
             reasons["peft_type"] = f"is a {kind}"
         reasons |= {name: why for name, why in _OTHER_SUMS.items() if not _is_unset(source.values.get(name))}
-        if start not in _KEEPS_THE_BASE:  # PEFT's default is True
+        if start not in _KEEPS_THE_BASE:
             reasons["init_lora_weights"] = f"'{start}' changes the model's own weights"
-        for name, why in reasons.items():  # the first is enough
+        if reasons:
+            name, why = next(iter(reasons.items()))
             remedy = _PLAIN_AGAIN if name == "init_lora_weights" else _MERGED
             raise CheckpointForeignError(str(self._file), f"{source.name} has '{name}', and {why}", remedy, key=name)
 

@@ -194,7 +194,7 @@ def expression(thing: Any) -> str | None:
         for item, suffix in level:
             for referrer in referrers[id(item)]:
                 for owner, access in _accesses(referrer, item, owners.get(id(referrer), [])):
-                    if isinstance(owner, types.ModuleType):
+                    if isinstance(owner, types.ModuleType) and sys.modules.get(owner.__name__) is owner:
                         return f"{owner.__name__}{access}{suffix}"
                     if isinstance(owner, type):
                         return f"{owner.__module__}.{owner.__qualname__}{access}{suffix}"

@@ -138,7 +138,7 @@ def network_calls(
     **inputs: torch.Tensor,
 ) -> list[NetworkCall]:
     """Returns the calls that a stage's verb makes of its network, in the order of first calls; the verb itself runs,
-    with `inputs`, and with those that `Stage.like` returns. `module` is what is compiled; see `Recorder`.
+    with `inputs`, and those that `Stage.like` returns. `module`, which is compiled, is moved to meta: see `Recorder`.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException
 

@@ -122,7 +122,7 @@ class Task:
         return self.folder / (save.PICTURE if self.card.makes_pictures else save.VIDEO)
 
     def patches(self, stages: Sequence[families.Stage]) -> list[patch.Entry]:
-        """Returns the patches of some stages, those of torchax included for stages with a compiled network.
+        """Returns the patches of some stages but those in `without`; a compiled network has torchax's among them.
 
         For the original, these are only the patches without which upstream cannot start: plumbing, and the patches that
         the card lists under `original`.

@@ -227,13 +227,7 @@ class Original:
         """Returns the network's output, and the values that enter and leave the modules `paths`, where `replacements`
         take the place of the network's own. If the network autocasts, its yardstick is made in float64.
         """
-        call = WatchedCall(
-            self.eager.module,
-            paths,
-            replacements or {},
-            to_network=_cast,
-            to_host=Copies(),
-        )
+        call = WatchedCall(self.eager.module, paths, replacements or {}, to_network=_cast, to_host=Copies())
         with call.watching():
             output = self.eager(**inputs)
         if call.autocasts:  # it would also narrow a yardstick in float32

@@ -76,8 +76,7 @@ def verify(request: Request, options: Options) -> Verification:
                 floors: list[Drift] = _call("comparing:drift_of_mesh", floor_request, file, steps)
             distances = {row.step: row.distance for row in floors}
             drift = tuple(dataclasses.replace(row, floor=distances.get(row.step)) for row in verification.drift)
-            words = f"the same port on {options.floor}"
-            verification = dataclasses.replace(verification, drift=drift, floor=words)
+            verification = dataclasses.replace(verification, drift=drift, floor=f"the same port on {options.floor}")
         return dataclasses.replace(verification, seconds=seconds)
 
 

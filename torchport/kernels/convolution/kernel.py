@@ -220,6 +220,7 @@ def convolved(
         sides: The columns before and after x, of as many rows, [H, 1, T, C].
         weights: From `weights_of`.
         operands: The arrays for which `conv` has an option. In the first chunk `carry` is replaced, by `conv.still`.
+        interpret: Run the kernel as plain JAX.
 
     Returns:
         [zoom * H, zoom * W, T, D] of x's dtype; and [2, H, W, D] float32, or None without chunks.
@@ -403,7 +404,8 @@ class _GridStep:
         if self.conv.columns % 8 == 0 or not self.conv.carried:
             jax.lax.fori_loop(0, count, self._make_columns, 0)
         else:
-            # The carry's columns are sublanes, 8 to a register. The number of a loop cuts them only at multiples of 8.
+            # The carry's columns are sublanes, 8 to a register. A loop's number may cut them at multiples of 8 alone,
+            # and a number that is known when the kernel is compiled anywhere.
             for number in range(count):
                 self._make_columns(number, 0)
 

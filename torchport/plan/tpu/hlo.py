@@ -456,12 +456,7 @@ class _HloReader:
         self.at = len(self.lines) - 1
         if not entry:
             raise self.refusal("There is no ENTRY computation")
-        return HloProgram(
-            self.file,
-            entry,
-            self.computations,
-            trips=_LoopTrips(self.file, self.computations),
-        )
+        return HloProgram(self.file, entry, self.computations, trips=_LoopTrips(self.file, self.computations))
 
     def refusal(self, fact: str) -> TopologyError:
         return TopologyError(f"{self.file}:{self.at + 1}", fact, _FORM)

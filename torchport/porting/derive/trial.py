@@ -204,7 +204,8 @@ class PipelineTrial:
             self.image = None
         # Another class of a network that may have several.
         for name, part in list(parts.items()):
-            for other in part.others if part.kind == "network" and stop.component in (None, name) else ():
+            others = part.others if part.kind == "network" and stop.component in (None, name) else ()
+            for other in others:
                 kept = values[name]
                 self.configurations.choose(name, other)
                 yield

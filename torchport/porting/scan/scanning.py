@@ -336,8 +336,9 @@ def _read_patches(codebase: Codebase, folders: Sequence[Path]) -> Patches:
     for upstream in [name for name in patch.upstreams(there) if name in (*_GENERIC, *tops)]:
         for entry in patch.read(there, [upstream]):
             _record(result, codebase, entry)
-        families = [file for folder in there for file in sorted((folder / upstream).glob("*.py"))]
-        for file in families if upstream not in _GENERIC else ():
+        if upstream in _GENERIC:
+            continue
+        for file in [file for root in there for file in sorted((root / upstream).glob("*.py"))]:
             for name in _keys_of_dictionaries(file):
                 result.given.setdefault(name, f"{upstream}/{file.stem}")
     return result
