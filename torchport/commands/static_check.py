@@ -52,7 +52,9 @@ def check(
     upstream_path: Path | None = None,
     chosen: Sequence[Path] | None = None,
 ) -> Report:
-    """Returns the findings for the patches of the named upstreams or files; without names, for those of all."""
+    """Returns the findings for the patches of the named upstreams or files; without names, for those of all. With
+    `chosen`, only the patches in these packs' folders are checked.
+    """
     report = Report()
     versions.installed.cache_clear()
     entries = read(folders, known_names(folders, names), report)
@@ -64,7 +66,8 @@ def check(
             try:
                 loaded = checks.parsed(entry, entry.reference) if entry.reference else None
                 if entry.needed and "probe" in entry.needed:
-                    checks.parsed(entry, entry.needed["probe"])  # raises if there is no such function
+                    # The function that says at run time whether the patch is needed: raises if it is not there.
+                    checks.parsed(entry, entry.needed["probe"])
             except TorchportError as error:
                 report.note_step(entry, "targets")
                 report.add(error, "targets", entry.id)
@@ -385,8 +388,8 @@ def _check_config(pack: Pack, file: Path, cards: Sequence[Card], is_whole: bool,
 
 
 def _unfilled_entry(entry: patch.Entry, tree: ast.Module | None) -> Iterator[ReplacementError]:
-    """Yields an error if an entry is a draft; `tree` is the parsed file of its function, None without a function."""
-    promise = entry.equivalence.written()
+    """Yields one error if an entry is a draft; `tree` is the parsed file of its function, None without a function."""
+    promise = entry.equivalence.written()  # `"bitwise"`, or `{"lossy": "why"}`
     reason = next(iter(promise.values())) if isinstance(promise, dict) else ""
     texts = {"why": entry.why, "equivalence": reason, "scope_reason": entry.scope_reason}
     gaps = [key for key, text in texts.items() if str(text).startswith(_WORDS)]

@@ -450,7 +450,11 @@ def holder_of_traced() -> str:
 
 
 def _named_holder(referrer: Any, things: Sequence[Any], module: str) -> str:
-    """Returns, in words, the global of `module`, or the class of a model, that refers to one of `things`, or ""."""
+    """Returns, in words, the global or the model's class that refers to one of `things`; "" if `referrer` is neither.
+
+    Args:
+        module: The name of the module whose globals `referrer` is; "" if it is no module's globals.
+    """
     if module and not is_of_library(module):
         names = (key for key, value in referrer.items() if any(value is thing for thing in things))
         return f"'{next(names, '')}' of the module '{module}'"

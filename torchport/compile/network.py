@@ -465,7 +465,7 @@ def _score_bounds(rules: Rules, weights: Mapping[str, Any]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def first_not_finite_named(call: Any) -> Iterator[None]:
-    """Adds to a NotFiniteError raised in the context the module that returned NaN first, where `call` has noted it."""
+    """Adds to the details of a NotFiniteError which module returned NaN first, if `call` has looked for it."""
     try:
         yield
     except NotFiniteError as error:

@@ -405,15 +405,17 @@ class State:
             result[_HOOKS] = hooks
         return result
 
-    def fill(self, node: Any, new: Mapping[Part, Any]) -> None:
-        """Replaces an object's parts by `new`, in place; deletes parts that `new` lacks. A submodule's weights stay."""
-        if not self._is_submodule(node):
-            graph.fill(node, new)
+    def fill(self, thing: Any, new: Mapping[Part, Any]) -> None:
+        """Replaces an object's parts by `new`, in place, and deletes parts that `new` lacks. Of a submodule only slots,
+        attributes and buffers are changed.
+        """
+        if not self._is_submodule(thing):
+            graph.fill(thing, new)
             return
-        attributes = vars(node)
-        buffers = node._buffers
-        graph.fill_slots(node, new)
-        for kind, name in self.parts(node):  # of the other kinds, submodules and hooks, nothing is changed
+        attributes = vars(thing)
+        buffers = thing._buffers
+        graph.fill_slots(thing, new)
+        for kind, name in self.parts(thing):
             if (kind, name) not in new and kind == "attribute":
                 del attributes[name]
             elif (kind, name) not in new and kind == "buffer":

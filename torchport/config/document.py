@@ -230,13 +230,14 @@ def overridden(document: Document, override: str) -> Document:
 
 
 def validated(model: type[ModelT], document: Document) -> ModelT:
-    """Returns a document's data as a model. The error has every mistake, each with its line."""
+    """Returns a document's data as a model. The error has every mistake once, each with its line."""
     try:
         return model.model_validate(document.data)
     except pydantic.ValidationError as error:
         mistakes = [_Mistake(document.data, each) for each in error.errors()]
-        # A misspelt key comes before the key that is missing for it. Of the alternatives of one field, the one that
-        # matched furthest comes first: the longest path, or one of our own checks, which run after pydantic's.
+        # Of mistakes that repeat one another the first is kept. So a misspelt key comes before the key that is missing
+        # for it; and of a field's alternatives the one that matched furthest: the longest path, then the mistake of a
+        # check of ours (`value_error`), which runs after pydantic's.
         mistakes.sort(key=lambda m: (m.kind == "missing", document.line(m.path), -len(m.path), m.kind != "value_error"))
         kept: list[_Mistake] = []
         for mistake in mistakes:

@@ -220,13 +220,14 @@ class Journey:
         self._programs[stage.name] = [row for compiled in programs.values() for row in compiled.rows()]
         self.operators |= {name: compiled.operators_text() for name, compiled in programs.items() if compiled.jit}
         if self.task.request.execution.memory:
-            for compiled in programs.values() or [call]:  # `call` has no program on the host
+            for compiled in programs.values() or [call]:  # on the host there are none, and `call` itself is measured
                 for line in memory_lines(compiled, devices(self.task.machine)):
                     log.info("memory of '%s': %s", stage.name, line)
         # A stage compiles a program at its first call: these seconds are among those of `run`.
         compiling = sum(compiled.seconds for compiled in programs.values())
         self.seconds[f"{stage.name} compile"] = compiling
         self.seconds[f"{stage.name} run"] -= compiling
+        # Of two stages that denoise, the first has only a part of the curve.
         if isinstance(call, StepCached) and len(call.curve) == self.task.settings.steps:
             file, numbers = self.task.folder / CURVE, ", ".join(f"{value:.5f}" for value in call.curve)
             text = f"cache: {{kind: magcache, curve: [{numbers}]}}\n"

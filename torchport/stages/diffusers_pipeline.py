@@ -196,7 +196,8 @@ class _Stages(UpstreamPipeline):
     def _mask_of_ones(self, name: str, embeddings: Mapping[str, Any], settings: Settings) -> torch.Tensor:
         """Returns a mask of ones in place of None: `encode_prompt` leaves out a mask that masks nothing.
 
-        Refuses None for an embedding that is no mask. A mask has as many tokens as the prompt's other embeddings.
+        Refuses None for an embedding that is no mask, and for a mask whose sizes no other embedding tells. All of a
+        prompt's embeddings have the same number of tokens (`TOKENS`).
         """
         shapes, is_negative = self.card.shapes, name.startswith("negative_")
         token_counts = []
@@ -211,21 +212,23 @@ class _Stages(UpstreamPipeline):
         return torch.ones(numbers, dtype=self._dtype(name, settings))
 
     def _encoded_in_call(self, parts: Parts, encoders: Parts, settings: Settings) -> list[tuple[Any, ...]]:
-        """Returns the values of each call of `encode_prompt` that the pipeline's call makes before its first step."""
+        """Returns the values of each call of `encode_prompt` that the pipeline's call makes before its first step.
+        Refuses another number of calls than the card says, and None or a value where the card says otherwise.
+        """
         encoded: list[tuple[Any, ...]] = []
         vae = EncodingVae(parts["vae"], settings.dtypes["vae"], self.place)
         others, image = {**self.others(parts, settings), **encoders}, self._image(settings)
-        # The call appends to `encoded`. It takes prompts, and no embeddings.
+        # Only `encoded` is wanted, to which the call appends. It takes prompts, so there are no embeddings to pass.
         self._first_latents(parts, settings, {}, vae, others, arguments=image, encoded=encoded)
         expected = 2 if self.card.negative_apart and self.is_guided(settings) else 1
         if len(encoded) != expected:
             fact = f"'{self.name}' calls 'encode_prompt' {len(encoded)} times, and the card says {expected}"
             raise BadValueError(self.place, fact, "Set 'negative_apart', or remove it")
         wanted = self._embedding_names(settings)
-        for name, value in (pair for call in encoded for pair in zip(self.card.embeddings, call, strict=False)):
-            # None where the card has a shape, or a value where the card has null.
-            is_wrong = name in wanted if value is None else self.card.embeddings[name] is None
-            if is_wrong:
+        pairs = [pair for call in encoded for pair in zip(self.card.embeddings, call, strict=False)]
+        for name, value in pairs:
+            has_shape = name in wanted if value is None else self.card.embeddings[name] is not None
+            if has_shape is (value is None):
                 fact = f"'{self.name}.encode_prompt' returns a {type(value).__name__} as '{name}'"
                 raise BadValueError(self.place, fact, "Write its shape in 'embeddings', or null for None", name=name)
         return encoded

@@ -116,12 +116,12 @@ def attention(
     cos, sin = (jnp.pad(table, ((0, count - valid), (0, 0))) for table in (cos_SD, sin_SD))
     run = functools.partial(_local, problem, heads // math.prod(mesh_ways()), valid)
     if further is None:
-        return _on_shards(run, tokens, further=None, cos=cos, sin=sin, lengths=None, size=size)
+        return _on_shards(run, tokens, further=None, cos=cos, sin=sin, lengths=None, head_size=size)
     padding = ((0, 0), (0, -longest % TAIL), (0, 0))
     q, k, v = (jnp.pad(x, padding) for x in (further.q, further.k, further.v))
     further = dataclasses.replace(further, q=q, k=k, v=v)
     lengths_B = jnp.full((batch,), longest) if lengths_B is None else jnp.clip(lengths_B, 0, longest)
-    out, out_further = _on_shards(run, tokens, further, cos, sin, lengths_B.astype(jnp.int32), size=size)
+    out, out_further = _on_shards(run, tokens, further, cos, sin, lengths_B.astype(jnp.int32), head_size=size)
     assert out_further is not None
     return out, out_further[:, :longest]
 
@@ -143,7 +143,7 @@ def _on_shards(
     cos: jax.Array,
     sin: jax.Array,
     lengths: jax.Array | None,
-    size: int,
+    head_size: int,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Calls `run` on each device's tokens and heads by `shard_map`; without a mesh, on whole arrays."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -152,8 +152,9 @@ def _on_shards(
     dp, sp, tp = (axis if axis in mesh.shape else None for axis in ("dp", "sp", "tp"))
 
     def specs(parts: Tokens | None, spec: PartitionSpec) -> Any:
-        """Returns `spec` for q, k and v, and specs for gains: of all heads together, they lie as the features do."""
-        return jax.tree.map(lambda x: spec if x.ndim == 3 else PartitionSpec(None if x.size == size else tp), parts)
+        """Returns `spec` for q, k and v; a gain over all heads is split over `tp`, and a gain of a head is whole."""
+        gains = {True: PartitionSpec(None), False: PartitionSpec(tp)}
+        return jax.tree.map(lambda x: spec if x.ndim == 3 else gains[x.size == head_size], parts)
 
     split_tokens = PartitionSpec(dp, sp, tp)
     whole = PartitionSpec(dp, None, tp)
@@ -161,8 +162,8 @@ def _on_shards(
     split = jax.shard_map(
         run,
         in_specs=(specs(tokens, split_tokens), specs(further, whole), table, table, PartitionSpec(dp)),
-        out_specs=(PartitionSpec(dp, tp, None, sp), whole),
-        check_vma=False,
+        out_specs=(PartitionSpec(dp, tp, None, sp), whole),  # [B, K, N, S, F] and [B, T, F]
+        check_vma=False,  # a kernel does not say over which axes its outputs vary
     )
     outputs: tuple[jax.Array, jax.Array | None] = split(tokens, further, cos, sin, lengths)
     return outputs

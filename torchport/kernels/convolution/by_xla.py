@@ -127,7 +127,7 @@ def _upsampled(x: jax.Array, times: int, rows: bool) -> jax.Array:
 
 
 def activated(x: jax.Array, gains: jax.Array, channels: int) -> jax.Array:
-    """Returns SiLU of RMSNorm over the last dim, in x's dtype; after `channels` features the dim is padded with 0."""
+    """Returns SiLU of RMSNorm over x's last dim, in x's dtype. The features of x after `channels` are zeros."""
     # The norm is that of `torch.nn.functional.normalize`, with its 1e-12.
     wide = x.astype(jnp.float32)
     length = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))

@@ -69,9 +69,10 @@ def locate(entry: Entry, module: types.ModuleType) -> Slot:
 
 
 def check_scope(entry: Entry, slot: Slot) -> None:
-    """Refuses a target whose path leads through an object of another package."""
+    """Refuses a target whose path leads through an object of another package, unless the entry's scope is global."""
     if entry.scope == "global":
         return
+    # `slot.path` begins with the module, and ends before the target.
     for name, thing in zip(entry.path, slot.path[1:], strict=False):
         owner = thing if isinstance(thing, (type, types.FunctionType)) else type(thing)
         home = thing.__name__ if isinstance(thing, types.ModuleType) else str(owner.__module__)

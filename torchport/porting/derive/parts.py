@@ -333,16 +333,15 @@ def _tokenizer_of(cls: Any, *, is_long: bool) -> TinyTokenizer | None:
     Raises if the class needs files. If `is_long`, long instructions come before the prompts: a larger vocabulary makes
     fewer tokens of them.
     """
-    plain = tiny.tokenizer_class(cls)
     try:
-        blank = plain()
+        blank = tiny.tokenizer_class(cls)()
         if tiny.is_processor(cls):
-            tiny.processor(cls, blank)
+            tiny.processor(cls, blank)  # only to see whether it can be made without files
     except refusals() as error:
         line = line_of(error)
         fact = f"A {cls.__name__} cannot be made without files: {brief(error)}{f' ({line})' if line else ''}"
         raise BadValueError("tiny.tokenizers", fact, "Write a card for it: docs/cards.md") from error
-    if not hasattr(blank, "_tokenizer"):
+    if not hasattr(blank, "_tokenizer"):  # the library's own tokenizer, which feature extractors lack
         return None
     return TinyTokenizer(
         eos_token=str(blank.eos_token or "</s>"),

@@ -135,7 +135,9 @@ def _test(request: PatchDraftRequest, name: str, id: str, title: str, **values: 
 
 
 def _draft_replacement(request: PatchDraftRequest) -> Draft:
-    """Returns the draft of a `replace` or `wrap` for a function, method or class of upstream."""
+    """Returns the draft of a `replace` or `wrap` for a function, method or class of upstream. Refuses the kind `value`,
+    as what was found is a definition.
+    """
     target = find(request.target, request.place)
     with parsing.nesting(target.source.shown, target.node.lineno):
         if request.kind == "value":
@@ -144,14 +146,14 @@ def _draft_replacement(request: PatchDraftRequest) -> Draft:
         _check_callable(request, target)
         snake = name_of(target.path)
         path = ".".join(target.path)
-        name = target.path[-1] if target.kind == "class" else snake
         is_class = isinstance(target.node, ast.ClassDef)
+        name = target.path[-1] if is_class else snake
         text = _class_text(target, name) if is_class else _function_text(target, name, request.kind == "wrap")
         fields = {**_common_fields(request, path), request.kind: f"{request.files}.py:{name}"}
         test_name = f"{request.files}_{snake}" if request.in_full else snake
         test = _agreement_test(request, test_name, fields["id"], target)
         more = [f"The decorators of {path}: {', '.join(target.decorators)}"] if target.decorators else []
-        if target.kind == "class":
+        if is_class:
             more.append("The bases of the class, and whatever tests isinstance with it")
         return Draft(fields, text, test, _left_to_fill_in(request, name, test, *more))
 
