@@ -333,8 +333,9 @@ def _tokenizer_of(cls: Any, *, is_long: bool) -> TinyTokenizer | None:
     Raises if the class needs files. If `is_long`, long instructions come before the prompts: a larger vocabulary makes
     fewer tokens of them.
     """
+    tokenizer_class = tiny.tokenizer_class(cls)
     try:
-        blank = tiny.tokenizer_class(cls)()
+        blank = tokenizer_class()
         if tiny.is_processor(cls):
             tiny.processor(cls, blank)  # only to see whether it can be made without files
     except refusals() as error:
