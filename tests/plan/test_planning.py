@@ -264,8 +264,8 @@ def test_shifted_scores_take_little_longer_than_bounded_ones_and_the_plan_says_w
     )
     assert bounded < shifted < online and shifted == pytest.approx(1.006 * bounded)
     task = accept(dataclasses.replace(request(*ULYSSES), stage="denoise"))
-    assert planning.SHIFTED in planning._assumptions(task, True, True)
-    assert planning.SHIFTED not in planning._assumptions(task, True, False)
+    assert planning.SHIFTS_ASSUMED in planning._assumptions(task, True, True)
+    assert planning.SHIFTS_ASSUMED not in planning._assumptions(task, True, False)
 
 
 def test_the_compilers_words_for_too_little_memory_become_bytes():

@@ -178,7 +178,7 @@ def _left_out(task: Task, stage: Stage) -> StageLeftOut:
     return StageLeftOut(status="not_asked", why=f"Add --stage {stage.name}, or --stage all")
 
 
-SHIFTED = (
+SHIFTS_ASSUMED = (
     "attention without a named bound needs no maximum: queries are short enough, and keys near enough to their mean "
     "(else --scores any)"
 )
@@ -189,7 +189,7 @@ def _assumptions(task: Task, bounded: bool, shifted: bool) -> list[str]:
     text = "the norms' gains keep the scores '{}' within their bound" if bounded else "no bound of the scores '{}'"
     known = [text.format(name) for name in task.card.score_bounds]
     if shifted:
-        known.append(SHIFTED)
+        known.append(SHIFTS_ASSUMED)
     flags = task.request.execution.xla_flags
     chosen = [] if flags is None else [f"--xla-flags {flags}"]
     return [*known, "every token is valid", "nothing overlaps", *chosen, *aot.unchecked_loras(task)]

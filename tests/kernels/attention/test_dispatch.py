@@ -233,7 +233,9 @@ def test_calls_are_noted_with_what_computes_them():
 
 
 def test_long_calls_without_a_bound_try_shifts_with_the_tile_of_bounded_scores():
-    long, short = (jnp.zeros((1, 1, tokens, 16), jnp.bfloat16) for tokens in (dispatch.SHIFTED, dispatch.SHIFTED - 1))
+    long, short = (
+        jnp.zeros((1, 1, tokens, 16), jnp.bfloat16) for tokens in (dispatch.LEAST_SHIFTED, dispatch.LEAST_SHIFTED - 1)
+    )
     seen = []
     for shifts in (True, False):
         settings = Context(
@@ -243,8 +245,10 @@ def test_long_calls_without_a_bound_try_shifts_with_the_tile_of_bounded_scores()
             attention(long, long, long)
             attention(long, short, short)
             attention(long, long, long, bound="joint")
-            named = dispatch.transposed_settings(problem(), dispatch.SHIFTED, dispatch.SHIFTED, 1, 128, int8=False)
-            assert named.shifted == (tiles.best("v6e", "splash_transposed", 128, bounded=True) if shifts else None)
+            named = dispatch.transposed_settings(
+                problem(), dispatch.LEAST_SHIFTED, dispatch.LEAST_SHIFTED, 1, 128, int8=False
+            )
+            assert named.shifted_tile == (tiles.best("v6e", "splash_transposed", 128, bounded=True) if shifts else None)
     assert [call.shifted for call in seen] == [True, False, False, False, False, False]
 
 

@@ -40,7 +40,7 @@ PAIRED = (4, 4, 150, 520, 64)
 SCORES = {
     "bounded": {"bounded": True},
     "online": {"bounded": False},
-    "shifted": {"bounded": False, "shifted": SMALL},
+    "shifted": {"bounded": False, "shifted_tile": SMALL},
 }
 MODES = pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "online"])
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,11 +1,11 @@
-"""An upper bound of attention scores, computed from the gains of the q and k norms before any token is seen.
+"""Upper bounds of attention scores: from the gains of the q and k norms before any token is seen, or from the tokens.
 
 Softmax needs no maximum where no exponential can overflow and no sum can vanish: `exp2(s) / sum(exp2(s))` is exact as
 it stands when every score, in units of log 2, lies within `LIMIT`. docs/attention.md derives the bound.
 
 Source: the idea of a bound in place of the running maximum is maxdiffusion's (`custom_splash_attention.py`, pull
-requests 436 and 452, Apache-2.0), which takes it from the tokens at run time and subtracts it; the static form, and
-leaving the subtraction out, are ours.
+requests 436 and 452, Apache-2.0), which takes it from the tokens at run time and subtracts it. The static form without
+a subtraction, the mean key as the centre, and the check that no sum vanishes are ours.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def norm_bound(
     bound = 1.0
     for gains, offsets in ((query_gains, query_offsets), (key_gains, key_offsets)):
         lengths = [numpy.max(numpy.abs(gain.astype(numpy.float64))) * math.sqrt(gain.size) for gain in gains]
-        shifts: list[Any] = [0.0, *(numpy.linalg.norm(offset.astype(numpy.float64)) for offset in offsets)]
-        bound *= float(numpy.max(lengths)) + float(numpy.max(shifts))
+        added: list[Any] = [0.0, *(numpy.linalg.norm(offset.astype(numpy.float64)) for offset in offsets)]
+        bound *= float(numpy.max(lengths)) + float(numpy.max(added))
     return bound if math.isfinite(bound) else math.inf
 
 

@@ -68,7 +68,7 @@ class Problem:
 
     def shifted(self, queries: int, keys: int) -> bool:
         """Returns whether a call tries shifts of the scores (`bound.shifts`), and keeps a maximum only if they fail."""
-        return not self.bounded and current().shifts and min(queries, keys) >= SHIFTED
+        return not self.bounded and current().shifts and min(queries, keys) >= LEAST_SHIFTED
 
     @property
     def int8(self) -> bool:
@@ -129,7 +129,7 @@ WINDOWED = ("plain", "splash", "cudnn", "xla")
 BATCH_AXES: tuple[Axis, ...] = ("dp",)
 HEAD_AXES: tuple[Axis, ...] = ("sp", "tp")
 QUERY_AXES: tuple[Axis, ...] = ("sp",)
-SHIFTED = 16384
+LEAST_SHIFTED = 16384
 """The least number of queries, and of keys, for which shifts of the scores (`bound.shifts`) are tried: finding them
 reads queries and keys again, and saves time for each pair."""
 
@@ -399,7 +399,7 @@ def transposed_settings(
         fitting(problem.bounded),
         vmem_bytes=vmem - tiles.RESERVED,
         int8=EXPONENT[chip] if int8 else None,
-        shifted=fitting(bounded=True) if problem.shifted(queries, keys) else None,
+        shifted_tile=fitting(bounded=True) if problem.shifted(queries, keys) else None,
         interpret=problem.interpret,
     )
 

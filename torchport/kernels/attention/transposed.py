@@ -37,7 +37,7 @@ class KernelSettings:
     int8: Exponent | None = None
     #: The tile for scores that a shift of each query bounds (`bound.shifts`), which is looked for as the program runs.
     #: None: it is not looked for.
-    shifted: Tile | None = None
+    shifted_tile: Tile | None = None
     interpret: bool = False  #: Run the kernel as plain JAX, on any platform.
 
 
@@ -116,10 +116,10 @@ def side_by_side(
         q, rows, keys = quantised(q_BSF, keys_and_lengths, head_size, plan.scale)
         return call(plan, Int8Softmax)(lengths, rows, q, *keys, *values)
     operands = (q_BSF, *(array.keys for array in arrays), *values)
-    if settings.shifted is None:
+    if settings.shifted_tile is None:
         return call(plan, Softmax)(lengths, *operands)
     shifts, holds = bound.shifts(q_BSF, keys_and_lengths, head_size, plan.scale)
-    tile = settings.shifted.fitted(q_BSF.shape[1], arrays[0].keys.shape[1])
+    tile = settings.shifted_tile.fitted(q_BSF.shape[1], arrays[0].keys.shape[1])
     shifted = call(dataclasses.replace(plan, tile=tile, bounded=True), ShiftedSoftmax)
     rows = shifts.reshape(-1, heads, q_BSF.shape[1])
     return lax.cond(
