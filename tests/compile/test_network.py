@@ -32,7 +32,7 @@ class Zeros:
     def __init__(self, lowered):
         self.lowered = lowered
 
-    def compile(self):
+    def compile(self, compiler_options):
         return lambda *arguments: jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), self.lowered.out_info)
 
 
